@@ -26,7 +26,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm vllm-engine llama-cpp gpu rehearse report clean
+.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm vllm-engine llama-cpp gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -44,6 +44,12 @@ test-all: $(VLLM)
 	$(BIN)/python -m tests.cpus --only AVX2 --only 'AVX-512 without VNNI and bfloat16' --tests build/headroom/test.json \
 		-n 2 --dist worksteal -m 'not thorough' -k 'not triton'
 	$(BIN)/python -m tests.headroom build/headroom/*.json
+
+# Every check and the tests of kernels on kernels as compiled for GPUs, by an executor on the CPU.
+COMPILED_TESTS := -m 'not thorough' -k 'triton and not interpret' tests/kernels --ignore tests/kernels/cpu
+compiled: $(VENV)/installed-dev
+	for arch in sm_80 sm_90; do $(BIN)/python -m paged verify --compiled $$arch || exit 1; done
+	for arch in sm_80 sm_90; do COMPILED=$$arch $(PYTEST) $(COMPILED_TESTS) || exit 1; done
 
 # The fast tests as on other processors: 7 settings, 35 minutes on two cores.
 test-cpus: $(VENV)/installed-dev
@@ -132,7 +138,8 @@ $(VLLM_ENGINE)/installed: $(VLLM)
 	cp $(VLLM_ENGINE)/lib/python3*/site-packages/vllm/*.so $(VLLM_ENGINE)/vllm-0.33.0/vllm
 	touch $@
 
-# llama.cpp, compiled for what processes may use of this CPU, for `paged bench engine --only quantized. --peers llama.cpp`.
+# llama.cpp, compiled for what processes may use of this CPU, for `paged bench engine --only quantized. --peers llama.cpp`
+# and `--only busy.peers.`.
 llama-cpp: $(LLAMA_CPP)/installed
 
 $(LLAMA_CPP)/installed:

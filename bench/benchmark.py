@@ -25,14 +25,14 @@ from paged.bench.limits import Ceilings, is_fault
 from paged.bench.timing import CompiledWhileTimedError, ceilings, device_name, memory_gib
 from paged.bench.watchdog import WATCHDOG, hung_at
 from paged.errors import InvalidInputError
-from paged.kernels.common.compat import HAS_TRITON, interpreting
-from paged.kernels.common.device import load_numba, use_triton, using_numba, wants_loops
+from paged.kernels.core.compat import HAS_TRITON, interpreting
+from paged.kernels.core.device import load_numba, use_triton, using_numba, wants_numba
 
 Json = dict[str, Any]
 Write = Callable[[str], object]
 INTERPRETING = "TRITON_INTERPRET=1: times in the interpreter mean nothing; unset it to benchmark"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# First words of the reason if a case made no progress.
+# Beginning of the reason for a refused case that made no progress.
 HUNG = "it hung"
 # Exit code of a benchmark whose process can no longer use the GPU.
 DEVICE_LOST = 3
@@ -40,7 +40,7 @@ DEVICE_LOST = 3
 _OPTIONS: dict[str, Json] = {
     "json": {"type": Path, "help": "also write the environment and the rows here, after every case"},
     "only": {"default": "", "help": "cases whose name contains this"},
-    "cases": {"default": "", "help": "of these, cases whose name contains this; there may be none"},
+    "cases": {"default": "", "help": "like --only, and both apply; no error if no case matches"},
     "repeats": {"type": int, "help": "samples per case, at least 2"},
     "budget": {
         "type": float,
@@ -57,7 +57,7 @@ _OPTIONS: dict[str, Json] = {
     },
     "case-limit": {
         "type": float,
-        "help": "with --json: end the process if a case makes no progress for so many seconds",
+        "help": "with --json: end the process if a case makes no progress for this many seconds",
     },
     "threads": {"type": int, "help": "PyTorch threads on a CPU; default: %(default)s"},
 }
@@ -101,7 +101,7 @@ class Setting:
 
     @property
     def scale(self) -> str:
-        """The sizes of a kernel's case that are measured, one of `bench.kernels.cases.SCALES`."""
+        """The sizes of a kernel's case to measure, one of `bench.cards.card.SCALES`."""
         if self.small:
             return "small"
         return "full"
@@ -114,13 +114,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Cases, each with a `name`, measured one after another to one row each.
+    """Cases, each with a `name`, which are measured one after another to one row each.
 
-    A case that takes more than seconds calls `WATCHDOG.progress` on its way, for `--case-limit`.
+    A case that takes more than seconds calls `WATCHDOG.progress` repeatedly, for `--case-limit`.
 
-    name: name of its results. doc: its module's docstring. cases: returns the cases of a setting. measure: returns a
-    case's row. repeats: samples by device. options: names of its shared options. device, threads: defaults of the
-    command line. has_limits: whether results contain the device's ceilings. legend: how to read a row's name.
+    name: name of the results. doc: docstring of the benchmark's module. cases: returns the cases of a setting. measure:
+    returns a case's row. repeats: samples by device. options: names of the shared options. device, threads: defaults of
+    the command line. has_limits: whether results contain the device's ceilings. legend: how to read a row's name.
     """
 
     name: str
@@ -140,8 +140,11 @@ class Benchmark:
         return self.run(parser, parser.parse_args(argv), write)
 
     def run(self, parser: argparse.ArgumentParser, args: argparse.Namespace, write: Write = print) -> int:
-        """Print a line per case. The exit code is 1 if a case was refused, DEVICE_LOST if the others need another
-        process. A missed goal is no error. parser: for errors; it may have more arguments than shared ones."""
+        """Print a line per case, and return the exit code.
+
+        The code is 1 if a case was refused, and DEVICE_LOST if the other cases need another process. A missed goal is
+        no error. parser: reports errors; it may have more arguments than the shared ones.
+        """
         defaults = {"device": self.device, "threads": self.threads, "small": False, "budget": math.inf, "resume": False}
         defaults |= {"peers": None, "shape": None, "case_limit": None, "cases": ""}
         args = argparse.Namespace(**defaults | vars(args))
@@ -161,7 +164,7 @@ class Benchmark:
                     _refuse_running(args.json, hung_at(frames))
                 if args.case_limit:
                     stack.enter_context(WATCHDOG.watching(args.case_limit, frames))
-            stack.enter_context(using_numba(args.device == "cpu" and load_numba()))  # as in models
+            stack.enter_context(using_numba(args.device == "cpu" and load_numba()))  # as models do
             return self._run_cases(args, setting, end, write)
 
     def _run_cases(self, args: argparse.Namespace, setting: Setting, end: float, write: Write) -> int:
@@ -186,7 +189,7 @@ class Benchmark:
         is_lost = False
         while waiting and time.monotonic() <= end:
             case = waiting.pop(0)
-            if args.json:  # in case it ends the process
+            if args.json:  # saved first, because the case may end the process
                 save(args.json, report | {"running": case.name})
             WATCHDOG.progress()
             try:
@@ -199,7 +202,7 @@ class Benchmark:
                         lines.append(text)
                         printed.add(text)
                 write("\n".join(lines))
-            except Exception as error:  # the other cases still get their rows
+            except Exception as error:  # other cases still get their rows
                 report["refused"][case.name] = f"{type(error).__name__}: {str(error)[:500]}"
                 write(f"{case.name}: refused: {report['refused'][case.name]}")
                 if not isinstance(error, WrongResultError):
@@ -237,7 +240,7 @@ def _refuse_running(path: Path, hang: str) -> None:
 
 
 def _about(report: Json) -> list[str]:
-    """Return a line for each known item of an environment."""
+    """Return a line for each item of an environment that is known."""
     lines = []
     for name, value in report.items():
         if name == "matmul_tflop_per_s":
@@ -250,14 +253,14 @@ def _about(report: Json) -> list[str]:
 
 
 def _rate(tflop_per_s: float) -> str:
-    """Return a rate in TFLOP/s, or below one in GFLOP/s, as of a CPU."""
+    """Return a rate in TFLOP/s; below 1 TFLOP/s, as on a CPU, in GFLOP/s."""
     if tflop_per_s >= 1:
         return f"{tflop_per_s:.2f} TFLOP/s"
     return f"{1e3 * tflop_per_s:.1f} GFLOP/s"
 
 
 def _resumed(path: Path, report: Json) -> Json:
-    """Return rows, refusals and cases to run from earlier results; nothing from another device or other versions."""
+    """Return rows, refusals and cases to run from earlier results of the same device and versions."""
     earlier = json.loads(path.read_text())
     for name in ("device", "torch", "triton"):
         if earlier[name] != report[name]:
@@ -272,11 +275,11 @@ def benchmark_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def backend_name(device: torch.device, *, has_loops: bool = True) -> str:
-    """Return the backend of operations on the device. has_loops: whether they have numba kernels."""
+def backend_name(device: torch.device, *, has_numba_kernels: bool = True) -> str:
+    """Return the backend of operations on the device. has_numba_kernels: whether the operations have numba kernels."""
     if use_triton(device):
         return "triton"
-    if has_loops and wants_loops():
+    if has_numba_kernels and wants_numba():
         return "numba"
     return "torch"
 
@@ -284,7 +287,7 @@ def backend_name(device: torch.device, *, has_loops: bool = True) -> str:
 def environment(benchmark: str, device: torch.device, limits: Ceilings | None = None) -> dict[str, Any]:
     """Return the environment of rows: benchmark, device, versions, date.
 
-    limits: measured ceilings for rows with a limit; their dtype is recorded too.
+    limits: measured ceilings for rows with a limit; the environment then has their dtype too.
     """
     triton_version = None
     if HAS_TRITON:

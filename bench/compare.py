@@ -1,10 +1,10 @@
-"""Compare two benchmark results, or two checkouts that run in turns: the ratio of each case, and how sure it is.
+"""Compare two benchmark results, or two checkouts that run in turns: the ratio of each case, and its uncertainty.
 
     paged bench compare BASE CANDIDATE [--threshold 1.1] [--rounds 3] [PYTEST OPTIONS]
 
 BASE and CANDIDATE are files written with --benchmark-json or --json, or folders: the microbenchmarks of both then run
-in turns, ROUNDS times. The interval holds 95 % of what the noise within runs, and between them, would give. The exit
-code is 1 if a case is slower by more than the threshold with that confidence.
+in turns, ROUNDS times. The interval holds 95 % of the ratios that noise within and between runs would give. The exit
+code is 1 if a case is slower by more than the threshold with this confidence.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from paged.bench.limits import times_us
 from paged.errors import InvalidInputError
 
 _CONFIDENCE = 1.96  # standard errors on each side that hold 95 % of a normal distribution
-# Standard deviations between the 20th and 80th percentile of a normal distribution, and the standard error of a median
-# as a multiple of that of a mean.
+# For a normal distribution: standard deviations from the 20th to the 80th percentile, and the standard error of the
+# median, relative to the standard error of the mean.
 _P20_TO_P80, _MEDIAN_ERROR = 1.683, 1.2533
 
 
 class Run(NamedTuple):
-    """One run of a case: the logarithm of its median in microseconds, and the standard error of that."""
+    """One run of a case: the logarithm of its median in microseconds, and the standard error of this logarithm."""
 
     log_median: float
     error: float
 
 
 class Ratio(NamedTuple):
-    """The candidate's time over the base's; low and high bound its confidence interval."""
+    """The candidate's time over the base's; `low` and `high` bound its confidence interval."""
 
     value: float
     low: float
@@ -47,13 +47,13 @@ class Ratio(NamedTuple):
 
 
 def run_of(median: float, p20: float, p80: float, num_samples: int) -> Run:
-    """Return a run from its median and percentiles, above 0."""
+    """Return a run from its median and percentiles, which are above 0."""
     deviation = math.log(p80 / p20) / _P20_TO_P80
     return Run(math.log(median), _MEDIAN_ERROR * deviation / math.sqrt(num_samples))
 
 
 def ratio(base: Sequence[Run], candidate: Sequence[Run]) -> Ratio:
-    """Compare runs of one case; each side has one or more."""
+    """Compare the runs of one case; each side has one or more."""
     logs = []
     variance = 0.0
     for runs in (base, candidate):
@@ -104,12 +104,14 @@ def measure(checkout: Path, options: Sequence[str]) -> dict[str, Run]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line for each case that both have."""
+    """Print a line for each case that both results have."""
     parser = option_parser(__doc__)
     parser.add_argument("base", type=Path)
     parser.add_argument("candidate", type=Path)
-    parser.add_argument("--threshold", type=float, default=1.1, help="ratio above which a case fails; %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout; %(default)s")
+    parser.add_argument(
+        "--threshold", type=float, default=1.1, help="ratio above which a case fails; default: %(default)s"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each checkout; default: %(default)s")
     args, options = parser.parse_known_args(argv)
     sides = args.base, args.candidate
     runs: tuple[dict[str, list[Run]], ...] = (defaultdict(list), defaultdict(list))

@@ -22,8 +22,8 @@ OURS = "ours"
 class Peer:
     """Another implementation of an operation.
 
-    refuses(case, dtype, device): returns the reason why it takes no part, or None. make: returns its calls on a case's
-    tensors.
+    refuses(case, dtype, device): returns the reason why the peer cannot take the case, or None. make: returns the
+    peer's calls on a case's tensors.
     """
 
     name: str
@@ -43,7 +43,7 @@ def peers_of(peers: Sequence[Peer], case: Any, setting: Setting) -> list[str]:
 def beside(
     taken: Mapping[str, Sequence[float]], result: Callable[[Sequence[float]], Json]
 ) -> tuple[Json, dict[str, Json]]:
-    """Return the result of our seconds, and each peer's, with its median over ours as `ratio`."""
+    """Return the result of our seconds, and each peer's with the ratio of its median to ours."""
     ours = result(taken[OURS])
     peers = {}
     for name, seconds in taken.items():
@@ -57,10 +57,10 @@ def beside(
 class Contest:
     """Implementations of one operation on the same tensors.
 
-    about: the row's items other than times. cost: of a call; None if only times are compared. is_cold: whether the
-    tensors exceed the cache. max_seconds: after min_samples, limit of the time for more. samples: times a call, by
-    implementation. absent: the reason by absent peer. complete: adds to the row what only this operation has, such as
-    goals.
+    about: items of the row other than times. cost: cost of a call; None if only times are compared. is_cold: whether
+    the tensors exceed the cache. max_seconds: time limit for further samples after min_samples. samples: times of a
+    call, by implementation. absent: peer -> the reason why it is absent. complete: adds items of this operation alone
+    to the row, such as goals.
     """
 
     about: Json
@@ -88,7 +88,7 @@ class Contest:
     def add_peers(
         self, peers: Sequence[Peer], case: Any, make: Callable[[Peer], Sequence[Call]], check: Callable[[Any], None]
     ) -> None:
-        """Add the peers that take the case and pass the check; note for each other peer why it is absent."""
+        """Add the peers that take the case and pass the check; note why each other peer is absent."""
         for peer in peers:
             reason = peer.refuses(case, self.setting.dtype, self.setting.device)
             if reason is None:
@@ -109,7 +109,7 @@ class Contest:
         return speed(seconds, self.cost, self.setting.limits)
 
     def row(self) -> Json:
-        """Time all implementations in turns: our result, and each peer's with its median over ours as `ratio`."""
+        """Time all implementations in turns: our result, and each peer's with the ratio of its median to ours."""
         taken = take_in_turns(
             self.samples, self.setting.repeats, max_seconds=self.max_seconds, min_samples=self.min_samples
         )

@@ -3,17 +3,17 @@
     python -m bench.gpu [--slice N ...] [--results PATH ...] [--out DIR] [--budget SECONDS] [--peers DIR]
         [--only STEP ...] [--cases TEXT]      or  make gpu SLICE=N
 
-Slices: 1 what matters most, a little of everything; 2 the engine, tiles; 3 attention, experts and kernels against
-peers; 4 the other tests, more tiles; 5 sanitizers. The first three tell enough. Needs torch, triton and pytest, and
-installs nothing. Each step is a process with a share of its slice's remaining time. If one fails or runs out of time,
-the others still run, and its results so far are kept. If a benchmark's process ends early, loses the GPU or hangs,
-another one continues with the remaining cases.
+Slice 1 has a little of everything that matters most; 2 the engine and tiles; 3 attention, experts and kernels against
+peers; 4 the other tests and more tiles; 5 sanitizers. The first three are enough. They need torch, triton and pytest,
+and install nothing. Each step is a process with a share of its slice's remaining time. If a step fails or runs out of
+time, the others still run, and its results so far are kept. If a benchmark's process ends early, loses the GPU or
+hangs, another process continues with the remaining cases.
 
-DIR gets report.html and, after every step, results-N.tar.xz: results of each device, tuned tiles, what passed, the log.
-At the end it gets Triton's cache in kernels-1.tar.xz, kernels-2.tar.xz, ..., of at most 15 MiB each. Pass all of them
-to the next slice as `--results`, on this machine or another: cases with rows and passed tests are skipped, refused
-cases come last, and nothing is compiled twice. `--results build/gpu` goes on from what is there. Without `--results`,
-everything starts anew.
+DIR gets report.html and, after every step, results-N.tar.xz with the results of each device, tuned tiles, passed tests
+and the log. At the end it gets Triton's cache in kernels-1.tar.xz, kernels-2.tar.xz, ..., of at most 15 MiB each. Pass
+all of these files to the next slice as `--results`, on this machine or another: cases with rows and passed tests are
+skipped, refused cases come last, and nothing is compiled twice. `--results build/gpu` continues from that folder.
+Without `--results`, everything starts anew.
 """
 
 from __future__ import annotations
@@ -41,28 +41,30 @@ from paged.bench.benchmark import DEVICE, HUNG, environment, option_parser, save
 from paged.bench.timing import device_name
 
 ROOT = Path(__file__).resolve().parents[1]
-# How to run a module, and the folder of results until they are packed; an emulated device replaces both.
+# How to run a module, and the folder of results until they are packed. A test's emulated device replaces both.
 PYTHON: Sequence[str] = (sys.executable, "-m")
 WORK = ROOT / "build" / "gpu"
-_CACHE = "cache"  # Triton's, in WORK
-# Seconds without progress after which a benchmark's case is hung: a step of one minute then still has time for others.
+_CACHE = "cache"  # Triton's cache, in WORK
+# Seconds without progress after which a benchmark's case counts as hung. Even a step of a minute then has time left for
+# other cases.
 CASE_SECONDS = 45.0
 _SLICES = range(1, 6)
-# Compiling is most of the tests' time; so many processes keep most of 16 cores busy with it and share the GPU.
+# Number of test processes. Tests mostly compile, so this many keep most of 16 cores busy while they share the GPU.
 _TEST_PROCESSES = 14
-# Tests without a Triton kernel, and those of kernels with faults, which may end the device's context.
+# Skip tests without a Triton kernel, and tests of kernels with faults, which may end the device's context.
 _SKIPPED_TESTS = r"[\[-]torch[\]-]|pytorch|numba|test_checks_see_the_fault|test_plan.py"
-# A benchmark starts no case this long before its end: most take a few seconds.
+# A benchmark starts no case this long before its end, because most cases take a few seconds.
 _LAST_CASE_SECONDS = 10.0
-# Largest number of processes of a benchmark, of which all but the last ended early.
+# Largest number of processes that are started for a benchmark, one after another, if each ends early.
 _MAX_PROCESSES = 6
-# Seconds of a slice that are kept for packing.
+# Seconds at the end of a slice that are kept for packing its results.
 _PACKING_SECONDS = 15.0
-# An archive of kernels is closed after the kernel that takes it past this; the compressor buffers less than a MiB.
+# Bytes from which on an archive takes no more kernels. It may exceed them by one kernel and by the compressor's buffer,
+# less than a MiB.
 _ARCHIVE_BYTES = 13 << 20
-# Messages of Triton, LLVM and ptxas about kernels: only the log gets them.
+# Messages of Triton, LLVM and ptxas about kernels, which go to the log alone.
 _COMPILER_WARNING = re.compile(r"ptxas|wgmma|MLIR|(loc\(.*\)|\w:\d+:\d+): (warning|remark):")
-# Sections of ncu: limits, reasons of stalls, L2 and shared memory, registers and programs an SM.
+# Sections of ncu: limits, reasons for stalls, L2 and shared memory, registers and programs per SM.
 _NCU_SECTIONS = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWorkloadAnalysis",
                  "MemoryWorkloadAnalysis_Tables", "Occupancy", "LaunchStats")  # fmt: skip
 
@@ -71,8 +73,8 @@ _NCU_SECTIONS = ("SpeedOfLight", "SchedulerStats", "WarpStateStats", "MemoryWork
 class Step:
     """A process of a slice.
 
-    share: of the slice's time. command: returns the command for a number of seconds. resumes: whether it is a
-    benchmark, which the same command continues if its process ended early.
+    share: share of the slice's time. command: returns the command for a number of seconds. resumes: whether the step
+    is a benchmark, which the same command continues if its process ended early.
     """
 
     slice: int
@@ -94,20 +96,22 @@ class Outcome:
 
 
 def results_folder(work: Path) -> Path:
-    """Return the folder for results of this device: another device's are kept beside them."""
+    """Return the folder for results of this device; other devices have folders beside it."""
     return work / re.sub(r"\W+", "-", device_name(torch.device(DEVICE)))
 
 
 def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
-    """Return the steps of all slices; their shares are seconds of 540. cases: only benchmarks, and only cases whose
-    name contains this."""
+    """Return the steps of all slices; their shares are seconds of 540.
+
+    cases: text; if given, return only benchmarks, and only cases whose name contains it.
+    """
     folder = results_folder(work)
 
     def budget(seconds: float) -> list[str]:
         return ["--budget", str(max(seconds / 2, seconds - _LAST_CASE_SECONDS))]
 
     def bench(number: int, name: str, share: float, module: str, *options: str, file: str = "") -> Step:
-        """file: of its results without .json; by default the module's name, for all slices."""
+        """file: name of the results without .json; by default the module's name, for all slices."""
         file = file or module.replace(".run", "").replace(".", "_")
 
         def command(seconds: float) -> list[str]:
@@ -135,9 +139,9 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         return Step(number, "compile", share, lambda seconds: [*ahead, *budget(seconds)])
 
     def profile(name: str, kernel: str, module: str, case: str) -> list[Step]:
-        """Profile the first two launches of a kernel in a case by ncu; no step if there is no ncu.
+        """Profile the first two launches of a kernel in a case by ncu; return no step if ncu is missing.
 
-        Prompts launch a tile for short sequences, too, and experts two products.
+        Two launches, because prompts also launch a tile for short sequences, and experts launch two products.
         """
         ncu = _tool("ncu")
         if ncu is None:
@@ -187,7 +191,7 @@ def steps(work: Path, out: Path, cases: str = "") -> list[Step]:
         tune(4, 200, "16", "1024", "16384"),
         bench(4, "tune_attention", 185, "attention.tune"),
         report(4),
-        # With the sanitizer's checks one kernel takes 33 s to compile.
+        # Under the sanitizer, one kernel takes 33 s to compile.
         bench(5, "sanitize", 330, "verification.sanitize", "--case-limit", "120"),
     ]
     if memcheck is not None:
@@ -205,7 +209,7 @@ def _tool(name: str) -> str | None:
 
 
 def run_step(step: Step, seconds: float, variables: Mapping[str, str], log: TextIO) -> Outcome:
-    """Run a step and pass its output on line by line; at its limit, kill it and its children."""
+    """Run a step and pass its output on line by line; at its limit, kill the step and its children."""
     start = time.monotonic()
     end = start + seconds
     for _ in range(_MAX_PROCESSES):
@@ -236,7 +240,7 @@ def _run_process(command: Sequence[str], seconds: float, variables: Mapping[str,
     def end_group() -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
-        with suppress(ProcessLookupError):  # a compiler that outlives it would hold its output
+        with suppress(ProcessLookupError):  # a compiler that survives would keep the output pipe open
             os.killpg(process.pid, signal.SIGKILL)
 
     watcher = threading.Thread(target=end_group)
@@ -269,7 +273,7 @@ def pack_results(work: Path, path: Path) -> None:
 
 
 def pack_kernels(work: Path, out: Path) -> list[Path]:
-    """Write the compiled kernels to files of at most 15 MiB, in place of those that are there."""
+    """Write the compiled kernels to files of at most 15 MiB, and replace earlier files."""
     for path in out.glob("kernels-*.tar.xz"):
         path.unlink()
     waiting = sorted((work / _CACHE).glob("*"))
@@ -288,7 +292,7 @@ def unpack(paths: Sequence[Path], work: Path) -> None:
     for path in paths:
         with tarfile.open(path) as archive:
             archive.extractall(work, filter="data")
-    for group in (work / _CACHE).rglob("__grp__*"):  # in which Triton names the files of a kernel by their whole paths
+    for group in (work / _CACHE).rglob("__grp__*"):  # this file has absolute paths of a kernel's files
         paths_of_files = json.loads(group.read_text())["child_paths"]
         for name in paths_of_files:
             paths_of_files[name] = str(group.with_name(name))
@@ -296,9 +300,9 @@ def unpack(paths: Sequence[Path], work: Path) -> None:
 
 
 def requeue(folder: Path) -> None:
-    """Put cases that were refused, or running at the time limit, behind the others.
+    """Put cases that were refused, or that ran at the time limit, behind the others.
 
-    Cases that hung stay refused: each would take most of a minute again.
+    Cases that hung stay refused, because each would take most of a minute again.
     """
     for path in folder.glob("*.json"):
         results = json.loads(path.read_text())
@@ -318,17 +322,17 @@ def requeue(folder: Path) -> None:
 
 
 def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path | None = None) -> int:
-    """Run the steps, those of a slice within `budget` seconds; write gpu.json and the results after each, and the
-    kernels at the end.
+    """Run the steps, each slice within `budget` seconds; return 1 if a step failed.
 
-    Returns 1 if a step failed; one that was cut at its limit has not.
+    gpu.json and the results are written after each step, the kernels at the end. A step that reached its time limit has
+    not failed.
     """
     paths = [str(ROOT)]
     if peers:
         paths.append(str(peers.resolve()))
     if os.environ.get("PYTHONPATH"):
         paths.append(os.environ["PYTHONPATH"])
-    # One thread: the references work on tensors so small that waiting for other threads takes 20 times as long.
+    # One thread: the references' tensors are so small that waiting for other threads takes 20 times as long.
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     variables |= {"TRITON_CACHE_DIR": str(work / _CACHE), "TRITON_STORE_BINARY_ONLY": "1"}
     folder = results_folder(work)
@@ -362,16 +366,23 @@ def run(steps: Sequence[Step], work: Path, out: Path, budget: float, peers: Path
 def main(argv: list[str] | None = None) -> int:
     """Run the steps that the arguments choose; refuse a machine without a GPU."""
     parser = option_parser(__doc__)
-    parser.add_argument("--slice", type=int, nargs="+", choices=_SLICES, default=_SLICES, help="all by default")
+    parser.add_argument(
+        "--slice", type=int, nargs="+", choices=_SLICES, default=_SLICES, help="slices to run; default: all"
+    )
     parser.add_argument(
         "--results", type=Path, nargs="+", default=[], metavar="PATH", help=f"archives to continue from, or {WORK}"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu", help="%(default)s by default")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds per slice; %(default)s by default")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "bench" / "results" / "gpu",
+        help="folder of the results; default: %(default)s",
+    )
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds per slice; default: %(default)s")
     parser.add_argument("--peers", type=Path, help="folder with peers' packages, added to PYTHONPATH")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="only steps with these names")
     parser.add_argument(
-        "--cases", default="", metavar="TEXT", help="only benchmarks, and cases whose name contains this"
+        "--cases", default="", metavar="TEXT", help="run only benchmarks, and only cases whose name contains this"
     )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

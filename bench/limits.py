@@ -1,4 +1,4 @@
-"""The least time of an operation: its computation and traffic over the device's measured rates; and goals of rows."""
+"""The least time of an operation, from its work and the device's measured rates; and goals of rows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of one call: matrix-product operations (element-wise ones are hidden behind memory), and bytes read and
-    written, each once."""
+    """Work of one call: operations of matrix products, and bytes read and written, each byte counted once.
+
+    Element-wise operations do not count, because memory traffic hides them.
+    """
 
     flops: int
     num_bytes: int
@@ -31,7 +33,7 @@ class Ceilings:
         return max(self.copy, self.read)
 
     def bound(self, cost: Cost) -> tuple[float, str]:
-        """Return the least seconds for `cost` if memory and matrix units overlap, and which of the two limits it."""
+        """Return the least seconds for `cost` if memory and matrix units overlap, and which of the two is the limit."""
         memory, matmul = cost.num_bytes / self.bandwidth, cost.flops / self.matmul
         if memory >= matmul:
             return memory, "memory"
@@ -53,9 +55,9 @@ def times_us(samples: Sequence[float]) -> dict[str, float]:
 
 
 def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, Any]:
-    """Times of a call that took `samples` seconds, at least two of them, beside its limit.
+    """Return times of a call that took `seconds`, at least two samples, beside the call's limit.
 
-    percent: the share of the limit reached, bound_us over median_us.
+    percent: the reached share of the limit, bound_us over median_us.
     """
     median = statistics.median(samples)
     bound, bound_by = limits.bound(cost)
@@ -70,11 +72,11 @@ def speed(samples: Sequence[float], cost: Cost, limits: Ceilings) -> dict[str, A
 
 
 Goal = dict[str, Any]
-"""As a row holds it: text, value, met; the last two are None where what the goal compares with did not run."""
+"""A row's item for a goal: text, value, met. The last two are None if the peer of the goal did not run."""
 
 
 def is_fault(reason: str) -> bool:
-    """Return whether a peer took part and was wrong or failed, unlike one that is absent or cannot take the case."""
+    """Return whether a peer ran and was wrong or failed, unlike a peer that is absent or cannot take the case."""
     return reason.startswith(("wrong", "failed"))
 
 

@@ -2,8 +2,8 @@
 
     python bench/llama_cpp_flags.py
 
-By itself llama.cpp is compiled for all that the processor reports. The system may not let a process use some of that,
-such as AMX, and then the library ends with an illegal instruction. This file takes the standard library alone.
+By default llama.cpp uses every instruction set that the processor reports. The system may forbid a process one of them,
+such as AMX; the library then ends with an illegal instruction. This file needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
-# llama.cpp's option -> the flags of /proc/cpuinfo that the compiler then relies on.
+# llama.cpp's option -> flags of /proc/cpuinfo. With the option, compiled code needs a processor with these flags.
 _OPTIONS = {
     "GGML_SSE42": ("sse4_2",),
     "GGML_AVX": ("avx",),
@@ -31,7 +31,7 @@ _OPTIONS = {
     "GGML_AMX_INT8": ("amx_int8",),
     "GGML_AMX_BF16": ("amx_bf16",),
 }
-# Options -> those without which they are OFF. llama.cpp's products by AMX also use AVX-512 and its VNNI.
+# Option -> other option that it needs: without it, it is OFF. llama.cpp's AMX products also use AVX-512 and VNNI.
 _NEEDS = {
     "GGML_AVX512_VBMI": "GGML_AVX512",
     "GGML_AVX512_VNNI": "GGML_AVX512",
@@ -40,12 +40,12 @@ _NEEDS = {
     "GGML_AMX_INT8": "GGML_AMX_TILE",
     "GGML_AMX_BF16": "GGML_AMX_TILE",
 }
-# arch_prctl, its request for a permission, and the state of AMX's tiles.
+# Linux's numbers of the system call arch_prctl, of its request ARCH_REQ_XCOMP_PERM, and of AMX's tile data.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 def cmake_options(cpu_flags: Collection[str], *, may_use_amx: bool) -> list[str]:
-    """Return options that name every set of x86 instructions: ON if the processor has it and processes may use it."""
+    """Return an option for every x86 instruction set: ON if the processor has it and processes may use it."""
     on: set[str] = set()
     options = ["-DGGML_NATIVE=OFF"]
     for option, flags in _OPTIONS.items():
@@ -73,7 +73,7 @@ def cpu_flags(text: str) -> set[str]:
 
 
 def has_amx_permission() -> bool:
-    """Return whether the system lets this process, and so its children, use AMX's tiles when it asks."""
+    """Return whether the system lets this process and its children use AMX's tiles on request."""
     call = ctypes.CDLL(None).syscall
     return bool(call(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 

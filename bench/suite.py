@@ -2,8 +2,8 @@
 
     python -m bench.suite PATH ... [--processes N] [--limit SECONDS] [--skip REGEX] [--done FILE] [PYTEST OPTIONS]
 
-Needs only pytest. A process's output is passed on when it ends; without failures, only its last line. If a process
-ends early, or is killed because no test of it has ended for SECONDS, another runs the tests that it had not begun.
+Needs only pytest. A process's output is printed when the process ends; without failures, only its last line. A process
+without a finished test for SECONDS is killed. If a process ends early, another runs the tests that it had not begun.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def groups(ids: Sequence[str], max_tests: int) -> list[list[str]]:
 
 
 def run_group(ids: Sequence[str], limit: float, note: Callable[[str], object]) -> tuple[int, str]:
-    """Run tests in a process; return its exit code, -9 if killed after `limit` seconds of silence, and its output.
+    """Run tests in a process; return its exit code and its output.
 
-    If it ended early, other processes run the tests that it had not begun, and their output follows. note: called with
-    every line at once.
+    The code is -9 if the process was killed after `limit` seconds of silence. If it ended early, other processes run
+    the tests that it had not begun, and their output follows. note: called with every line as soon as it is printed.
     """
     code, text = _run_process(ids, limit, note)
     waiting = [test for test in ids if f"\n{test} " not in text]
@@ -83,7 +83,7 @@ def _run_process(ids: Sequence[str], limit: float, note: Callable[[str], object]
 
 
 def _timer(seconds: float, process: subprocess.Popen[str]) -> threading.Timer:
-    """Kill the process after so many seconds, unless it is cancelled."""
+    """Return a timer that kills the process after this many seconds, unless it is cancelled."""
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     return timer
@@ -94,10 +94,14 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
     parser = option_parser(__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument(
-        "--limit", type=float, default=60.0, metavar="SECONDS", help="of a test; %(default)s by default"
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="longest time without a finished test; default: %(default)s",
     )
-    parser.add_argument("--skip", type=re.compile, help="leave out tests whose id holds a match")
-    parser.add_argument("--done", type=Path, help="leave out tests whose ids this file has; those that pass are added")
+    parser.add_argument("--skip", type=re.compile, help="leave out tests whose id contains a match")
+    parser.add_argument("--done", type=Path, help="leave out tests whose ids are in this file; add tests that pass")
     args, options = parser.parse_known_args(argv)
     ids, errors = collected(options)
     write(errors)
@@ -106,12 +110,12 @@ def main(argv: list[str] | None = None, write: Callable[[str], object] = print) 
         ids = [test for test in ids if test not in done]
     if args.skip:
         ids = [test for test in ids if not args.skip.search(test)]
-    # Two groups a process, so that none waits long for the last: to start one takes longer than most tests.
+    # Make two groups for each process, so that none waits long for the last one. More groups would start too often.
     parts = groups(ids, max(40, len(ids) // (2 * args.processes)))
     num_failed = 0
 
     def note(line: str) -> None:
-        """Write down each passed test at once, in case this process is killed."""
+        """Save each passed test at once, in case this process is killed."""
         passed = re.match("(.+::.+) PASSED", line)
         if passed and args.done:
             with args.done.open("a") as file:

@@ -18,23 +18,24 @@ from typing import Any
 import torch
 
 from paged.bench.limits import Ceilings
-from paged.kernels.common.compat import HAS_TRITON, triton
-from paged.kernels.common.torch_ops.linear import linear, pack
+from paged.kernels.core.compat import HAS_TRITON, triton
+from paged.kernels.cpu.products import pack
+from paged.kernels.layers.linear import linear
 from paged.models.loading.huge_pages import move_to_huge_pages
 
 Call = Callable[[], Any]
 Sample = Callable[[], float]
 """Times one call and returns its seconds."""
-# Short calls are repeated in one CUDA graph, so that the launch of the graph is spread over several: 10 us or so, which
-# is 2 % of 8 calls of 60 us and 0.3 % of 4 ms.
+# A CUDA graph repeats short calls until it has this many calls or takes this many seconds, so that its launch adds
+# little to each call; see bench/limits.md.
 _MIN_CALLS = 8
 _MIN_SECONDS = 4e-3
-# Linux's ticks of each core since its start: user, nice, system, idle, iowait, irq, softirq, steal.
+# File with each core's clock ticks since Linux's start: user, nice, system, idle, iowait, irq, softirq, steal.
 _STAT = Path("/proc/stat")
 
 
 class SampleClock:
-    """A timer for pytest-benchmark that counts the seconds of samples, and nothing else."""
+    """A timer for pytest-benchmark that counts only the seconds of samples."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -53,7 +54,7 @@ class CompiledWhileTimedError(Exception):
 
 @contextmanager
 def late_kernels() -> Iterator[list[str]]:
-    """List the kernels that Triton compiles or loads from disk inside: ours or a peer's, in any thread."""
+    """List the kernels that Triton compiles or loads from disk inside, ours or a peer's, in any thread."""
     late: list[str] = []
     if not HAS_TRITON:
         yield late
@@ -146,8 +147,8 @@ def take_in_turns(
 ) -> dict[str, list[float]]:
     """Take each of the samples once per round, for `repeats` rounds or as many as fit into `max_seconds`.
 
-    The order is drawn anew in every round: a call that always follows the longest one would always find cold CPU
-    caches, which doubles 150 us.
+    The order is drawn anew in every round. Otherwise a call that always follows the longest one would always find cold
+    CPU caches, which can double a short call.
     """
     seconds: dict[str, list[float]] = {name: [] for name in samples}
     start, generator = time.monotonic(), random.Random(0)
@@ -161,7 +162,7 @@ def take_in_turns(
 
 
 def _run_all(calls: Sequence[Call]) -> list[Any]:
-    """Run calls and keep their results: memory freed by one would be the next one's output, still in the L2 cache."""
+    """Run calls and keep all results. A freed result would be the next call's output, still in the L2 cache."""
     return [call() for call in calls]
 
 
@@ -194,18 +195,22 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def num_sets(num_bytes: int, device: torch.device, limit: int) -> tuple[int, bool]:
-    """Return how many sets of tensors, at most `limit`, calls rotate through so that none finds its own in the cache;
-    and whether the sets, of `num_bytes` each, exceed the cache."""
+    """Return the number of sets of tensors that calls rotate through, and whether the sets exceed the cache.
+
+    With enough sets of `num_bytes`, at most `limit`, no call finds its own tensors in the cache.
+    """
     cache = cache_bytes(device)
     count = 1 + min(2 * cache // num_bytes, limit - 1)
     return count, count * num_bytes > cache
 
 
 def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, max_bytes: int = 1 << 30) -> Ceilings:
-    """The best rates of a copy and of two ways to read random numbers, far beyond any cache or no more than max_bytes,
-    and of products of large matrices in `dtype`: PyTorch's, and that of packed weights."""
+    """Measure the best rates of a copy, of two ways to read random numbers, and of large products in `dtype`.
+
+    Copies and reads are far larger than any cache, but at most max_bytes. Products are PyTorch's and packed weights'.
+    """
     columns = 4096
-    # Of 128 MB, an EPYC's cache of 32 MB holds enough that the rate is 1.15 to 1.3 times that of 512 MB.
+    # Copy far more bytes than a CPU's cache holds, because the cache would raise the rate; see bench/limits.md.
     num_bytes, num_rows, num_outputs, size = 1 << 29, 1024, 4096, 1024
     if device.type == "cuda":
         num_bytes, num_rows, num_outputs, size = 1 << 30, 8192, 8192, 8192
@@ -213,7 +218,7 @@ def measured_ceilings(device: torch.device, dtype: torch.dtype, repeats: int, ma
     source = torch.randn(rows, columns, device=device)
     target, vector = torch.zeros_like(source), torch.randn(columns, device=device)
     if device.type == "cpu":
-        move_to_huge_pages([source, target])  # as weights are
+        move_to_huge_pages([source, target])  # as models do with weights
     x = torch.randn(num_rows, size, device=device, dtype=dtype)
     weight = torch.randn(num_outputs, size, device=device, dtype=dtype)
     packed = pack(weight)

@@ -12,18 +12,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-# Seconds from the limit to the end of the process, in which the stacks are written.
+# Seconds from the limit to the end of the process, for writing the stacks.
 _GRACE_S = 1.0
-# A case may end this fraction of its limit early: each renewal of the alarm starts a thread, up to a millisecond.
+# A case may end early by this fraction of its limit: the alarm is not renewed more often, because each renewal costs up
+# to a millisecond.
 _SLACK = 0.1
-# Innermost frames that say where a case hung.
+# Number of innermost frames that say where a case hung.
 _MAX_FRAMES = 4
 
 
 class Watchdog:
     """An alarm that `progress` renews.
 
-    Neither the stack nor the alarm needs Python's lock, which a call into the driver may hold.
+    Neither the stacks nor the alarm need Python's lock, which a call into the driver may hold.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, seconds: float, stack: Path) -> Iterator[None]:
-        """After so many seconds without progress inside, write the stacks of all threads and end by SIGALRM."""
+        """After this many seconds without progress inside, write the stacks of all threads and end by SIGALRM."""
         self._seconds, self._last_renewal = seconds, -math.inf
         with stack.open("w") as self._file:
             try:
@@ -53,7 +54,7 @@ class Watchdog:
             signal.setitimer(signal.ITIMER_REAL, self._seconds + _GRACE_S)
 
 
-# A process has one alarm.
+# The only watchdog, because a process has one alarm.
 WATCHDOG = Watchdog()
 
 

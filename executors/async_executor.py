@@ -1,4 +1,4 @@
-"""Any executor as coroutines: one worker thread runs the calls in order."""
+"""Coroutines for any executor: one worker thread runs the calls in order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ R = TypeVar("R")
 def _awaitable(
     method: Callable[Concatenate[ModelExecutor, P], R],
 ) -> Callable[Concatenate[AsyncModelExecutor, P], Coroutine[Any, Any, R]]:
-    """Return the coroutine function that awaits this method of the executor."""
+    """Return a coroutine function that runs this method of the executor in the worker thread."""
 
     @wraps(method)
     async def call(self: AsyncModelExecutor, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -29,10 +29,10 @@ def _awaitable(
 
 
 class AsyncModelExecutor:
-    """The 18 calls of a `ModelExecutor` and those of a `LoraLoader` as coroutines; errors are raised by the await.
+    """Runs the calls of a `ModelExecutor` and of a `LoraLoader` as coroutines; the await raises their errors.
 
-    The event loop never waits: calls queue for one worker thread of this object. If an await is cancelled before the
-    call starts, it never runs. A running call is finished, because a forward cannot be stopped halfway.
+    The event loop never blocks: calls queue for one worker thread of this object. If an await is cancelled before the
+    call starts, the call never runs. A running call is completed, because a forward cannot be stopped halfway.
     """
 
     def __init__(self, executor: ModelExecutor) -> None:
@@ -62,7 +62,7 @@ class AsyncModelExecutor:
     release_cache = _awaitable(ModelExecutor.release_cache)
 
     async def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter, as `LlmExecutor.load_lora`; raises UnsupportedError if the executor takes none."""
+        """Load an adapter, see `LlmExecutor.load_lora`; raises UnsupportedError if the executor does not support it."""
         await self._call(lora_loader(self.executor).load_lora, name, path)
 
     async def unload_lora(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The expected answer of `PagedAttentionExecutor`, from its formula and without attention code."""
+"""Expected answer of `PagedAttentionExecutor`, from its formula, without attention code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged.executors.paged_attention_executor import DECAY, PagedExecutorConfig
 
 
 def expected_logits(config: PagedExecutorConfig, tokens: Sequence[int]) -> torch.Tensor:
-    """Return the logits [vocab_size] of the last of `tokens`, float64."""
+    """Return the logits of the last of `tokens`, float64 [vocab_size]."""
     if config.embedding == "one_hot":
         outputs = [_one_hot_attention(config, tokens)]
     else:
@@ -26,7 +26,7 @@ def expected_logits(config: PagedExecutorConfig, tokens: Sequence[int]) -> torch
 
 
 def _one_hot_attention(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
-    """Histogram of the tokens for each head: in the query's head, tokens equal to it count exp(1 / sqrt(head_dim))."""
+    """Return each head's normalised histogram of tokens. Tokens equal to the query weigh exp(1 / sqrt(head_dim))."""
     width = config.num_kv_heads * config.head_dim
     indices = [token % width for token in tokens]
     group = config.num_heads // config.num_kv_heads
@@ -60,13 +60,13 @@ def _sinusoidal_attention(config: PagedExecutorConfig, tokens: Sequence[int]) ->
 
 
 def _sinusoids(tokens: Sequence[int], width: int) -> torch.Tensor:
-    """Return the embeddings [num_tokens, width], float64 values of the float32 sine."""
+    """Return the embeddings [num_tokens, width]: the sine in float32, converted to float64."""
     angles = (torch.tensor(tokens)[:, None] + 1) * torch.arange(1, width + 1)
     return torch.sin(angles.float()).double()
 
 
 def _recurrent_output(config: PagedExecutorConfig, tokens: Sequence[int]) -> list[float]:
-    """The state after the last token, for each query head that of its KV head; see `PagedAttentionExecutor`."""
+    """Return the recurrent output after the last token for each query head; see `PagedAttentionExecutor`."""
     width = config.num_kv_heads * config.head_dim
     rows = torch.zeros(len(tokens) + 3, width, dtype=torch.float64)
     if config.embedding == "one_hot":

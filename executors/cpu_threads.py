@@ -1,4 +1,4 @@
-"""How many threads the operations of a CPU take: by the cores that this process may use, and by its quota of them."""
+"""Choice of the number of CPU threads, from the cores that this process may use and its CPU quota."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# Variables by which users choose the number of threads or their places. PyTorch and its libraries obey them.
+# Environment variables by which users choose the number or placement of threads of PyTorch and its libraries.
 _CHOICES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -21,14 +21,14 @@ _CHOICES = (
 
 
 class ThreadChoice(NamedTuple):
-    """num_threads: number of threads. reason: what it follows from."""
+    """num_threads: number of threads. reason: explanation of the number."""
 
     num_threads: int
     reason: str
 
 
 class _Mount(NamedTuple):
-    """A file system of control groups. version: 1 or 2. top: the group at its mount point. folder: of that."""
+    """A mounted control group file system. version: 1 or 2. top: group at the mount point. folder: the mount point."""
 
     version: int
     top: str
@@ -43,14 +43,14 @@ def choose_threads(
 ) -> ThreadChoice:
     """Return how many threads operations on this CPU should take.
 
-    They take one for each core that the process may use; a second thread on a core would share its arithmetic. A quota
-    of CPU time (cgroup) lowers that, rounded down: with more threads than the quota pays for, all stand still at the
-    end of each period. A choice of the user stays: an environment variable, or another number than PyTorch's default.
+    The number is one thread for each core that the process may use, because two threads on a core share its arithmetic
+    units. A CPU quota (cgroup), rounded down, lowers the number: with more threads, all would be throttled in every
+    period. A user's choice has priority: an environment variable, or a number that differs from PyTorch's default.
 
     Args:
         current: PyTorch's number of threads.
-        cpus: the CPUs that this process may use; by default its affinity.
-        root: folder with `proc` and `sys`.
+        cpus: the CPUs that this process may use; None for its affinity.
+        root: folder that contains `proc` and `sys`.
     """
     for name in _CHOICES:
         if environment.get(name):
@@ -70,7 +70,7 @@ def choose_threads(
 
 
 def _cores(cpus: Collection[int], root: Path) -> set[str]:
-    """Return the cores of some CPUs, each as the list of its CPUs; a CPU that the system does not describe is one."""
+    """Group CPUs by core. A CPU that the system does not describe counts as a core."""
     cores = set()
     for cpu in cpus:
         topology = root / "sys/devices/system/cpu" / f"cpu{cpu}" / "topology"
@@ -80,8 +80,7 @@ def _cores(cpus: Collection[int], root: Path) -> set[str]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the CPUs that this process's control group may keep busy, the least of its own and its parents' quotas;
-    None if there is no limit."""
+    """Return the CPU quota of this process in CPUs (the smallest of its group and parents), or None."""
     quotas: list[float] = []
     groups = dict(_groups(root))
     for mount in _mounts(root):
@@ -92,7 +91,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield this process's group of version 2, and that which limits CPU time of version 1, each after its version."""
+    """Yield (version, group) of this process: its group of version 2, and its CPU group of version 1."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if not controllers:
@@ -114,19 +113,19 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _quotas(mount: _Mount, group: str) -> Iterator[float]:
-    """Yield the quotas of a group and its parents, as far as the mount shows them, in CPUs."""
+    """Yield the quotas in CPUs of a group and its parents, as far as the mount shows them."""
     folder = mount.folder
     top = mount.top.rstrip("/")
     if group == top or group.startswith(f"{top}/"):
         folder = mount.folder / group[len(top) :].strip("/")
-    if ".." in folder.parts:  # a group outside of this process's namespace
+    if ".." in folder.parts:  # the group lies outside this process's namespace
         folder = mount.folder
     while True:
         if mount.version == 2:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
             quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal():  # not "max" or "-1": no limit
+        if quota.isdecimal() and period.isdecimal():  # "max" and "-1" mean no limit
             yield int(quota) / int(period)
         if folder == mount.folder:
             return
@@ -134,7 +133,7 @@ def _quotas(mount: _Mount, group: str) -> Iterator[float]:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file of the system without its last newline; "" if it cannot be read."""
+    """Return the text of a system file without its last newline; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeError):

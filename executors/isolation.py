@@ -1,4 +1,4 @@
-"""Isolation of errors between requests."""
+"""Helpers that keep errors of one request from other requests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from threading import current_thread, main_thread
 from typing import ParamSpec, TypeVar
 
-from paged.errors import PagedError
+from paged.errors import PagedError, RankFailedError
 from paged.executors.model_executor import ExecutorShutDownError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,18 +27,26 @@ def describe(error: BaseException) -> str:
 
 
 def raise_exit(error: BaseException) -> None:
-    """Re-raise errors meant for the process: Ctrl-C or an exit, which signals deliver to the main thread only.
+    """Re-raise errors meant for the process: Ctrl-C and SystemExit, which arrive in the main thread only.
 
-    All others belong to the callee, even if they are no `Exception`, such as `asyncio.CancelledError` or a Rust panic.
+    All other errors belong to the callee, even if they are no `Exception`, such as `asyncio.CancelledError` or a Rust
+    panic.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit) and current_thread() is main_thread():
         raise error
 
 
-def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function for a coroutine; raise errors that a future cannot hold as PagedError.
+def raise_fatal(error: BaseException) -> None:
+    """Re-raise errors after which the executor cannot run any more, and errors that `raise_exit` re-raises."""
+    if isinstance(error, ExecutorShutDownError | RankFailedError):
+        raise error
+    raise_exit(error)
 
-    These are StopIteration, which would hang the await, and errors that would end the event loop or its task.
+
+def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function for a coroutine; convert errors that a future cannot hold to PagedError.
+
+    Such errors are StopIteration, which would hang the await, and errors that would end the event loop or its task.
     """
     try:
         return call(*args, **kwargs)
@@ -49,7 +57,7 @@ def for_future(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """Call a function that concerns one request; if it raises, tell `fail` why and return None."""
+    """Call a function for one request; if it raises, call `fail` with the reason and return None."""
     try:
         return call(*args, **kwargs)
     except BaseException as error:
@@ -59,9 +67,9 @@ def attempt(fail: Callable[[str], object], call: Callable[P, R], *args: P.args, 
 
 
 def once_more(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function that does all of its work or none; if it raises, call it again, as memory may be free by then.
+    """Call an atomic function; if it raises, call it once more, because memory may be free by then.
 
-    The second error has the first one as a note: the first error itself would hold memory of its frames.
+    The second error has the first one's text as a note; the first error itself would keep its frames' memory alive.
     """
     try:
         return call(*args, **kwargs)
@@ -76,7 +84,7 @@ def once_more(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
 
 
 def quietly(call: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call a function and log its error, unless the executor was shut down."""
+    """Call a function and log its error, unless the executor has been shut down."""
     try:
         call(*args, **kwargs)
     except ExecutorShutDownError:

@@ -1,4 +1,4 @@
-"""The executor of language models: one forward per step for checkpoints, the model's own calls for other models."""
+"""Executor of language models: one forward per step for checkpoints, the model's own calls for other models."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from paged.batch import UnifiedBatch, UnifiedBatchItem
-from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.executors.adapted_model import AdaptedModel
 from paged.executors.cpu_threads import choose_threads
+from paged.executors.foreign import ForeignModel
 from paged.executors.parallel.driver import Driver
 from paged.executors.parallel.follower import follow, load_adapter, update_weights, wake
 from paged.executors.parallel.messages import Kind
@@ -25,25 +23,29 @@ from paged.executors.progress import tracked
 from paged.executors.requests.sampling_params import SamplingParams, sampling_defaults
 from paged.executors.thread_waits import warn_of_spinning
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, MemoryRequirements, ModelInfo
-from paged.executors.unified_executor import Answers, UnifiedExecutor
+from paged.executors.unified_executor import UnifiedExecutor
 from paged.folder_path import as_folder
-from paged.kernels.common.compilation import warming_up
-from paged.kernels.common.scalars import as_bool, as_int
+from paged.kernels.core.errors import as_bool, as_int
+from paged.kernels.core.launch import warming_up
 from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.checkpoint_folder import local_folder, model_name
 from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
 from paged.models.loading.weights import untracked
+from paged.models.logits_policy import Rows
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
 from paged.models.weight_update import Source
 from paged.seq_id import SeqId
+from paged.step.batch import UnifiedBatchItem
+from paged.step.step import Step
 
 _LOG = logging.getLogger("paged")
-# Widest point of a decoder layer: hidden state, residual, gate, up and their product. The last three are about 4 wide.
+# Values of a token at the widest point of a decoder layer, in hidden sizes: the hidden state, the residual, and 4 each
+# for gate, up and their product.
 ACTIVATIONS_PER_HIDDEN = 14
-# On a CPU, models with at least this many weight bytes are packed at load. For smaller ones, packing takes longer than
-# a short text.
+# On a CPU, models of at least this size in bytes are packed at load. For smaller models, packing takes longer than
+# generating a short text.
 _PACKED_BYTES = 8 << 20
 
 
@@ -51,36 +53,36 @@ class LlmExecutor(UnifiedExecutor):
     """Runs a `DecoderOnlyLLM`; every call is one unified forward of the model.
 
     If a model's `unified_forward` raises UnsupportedError, it is not called again. Decode steps then share one
-    `decode_batch`, and other items run in one `prefill` each.
+    `decode_batch`, and every other item runs in its own `prefill`.
 
     If a model keeps its own KV caches, the executor tracks their lengths. After a failed call it releases new sequences
-    and truncates the others; those that the model cannot truncate are released, and their handles become invalid.
+    and truncates all others. A sequence that the model cannot truncate is released, and its handle becomes invalid.
 
-    `metadata["lora_adapter"]` of an item sets the adapter of its sequence from there on. In models of this package the
-    first token fixes it: K/V depend on it, and the sequence's namespace is the adapter's name.
+    `metadata["lora_adapter"]` of an item sets the adapter of its sequence from this item on. In models of this package,
+    the first token fixes the adapter, because K/V depend on it; the sequence's namespace is the adapter's name.
 
-    If several processes share a model (`ParallelConfig`), drive rank 0 as if it were alone, and call `serve` on the
-    other ranks, where all other work raises UnsupportedError. The cache's tensors then hold rank 0's KV heads.
+    If several processes share a model (`ParallelConfig`), call rank 0 as if it were alone, and call `serve` on the
+    other ranks, where all other work raises UnsupportedError. The cache's tensors then hold only rank 0's KV heads.
     """
 
     def __init__(self, model: DecoderOnlyLLM, info: ModelInfo) -> None:
         self.model = model
         if isinstance(model, PagedCausalLM):
-            self._lm: PagedCausalLM | AdaptedModel = model
-            sequences: PagedKvCacheManager | AdaptedModel = model.kv_manager
+            self._lm: PagedCausalLM | ForeignModel = model
             self.kv_manager, self.embeds_limits = model.kv_manager, model.embeds_limits
             token_bytes = model.kv_manager.config.token_bytes(model.kv_manager.tensors.storage.dtype)
         else:
-            self._lm = sequences = AdaptedModel(model, info)
-            token_bytes = sequences.token_bytes
+            self._lm = ForeignModel(model, info)
+            self._model_takes_items = True
+            token_bytes = self._lm.token_bytes
         memory = MemoryRequirements(
             weight_bytes=self._lm.parameter_bytes(),
             kv_bytes_per_token_per_layer=-(-token_bytes // info.num_layers),
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
-        super().__init__(info, sequences, memory)
+        super().__init__(info, self._lm.kv_manager, memory)
         if info.device.type == "cpu":
-            _prepare_threads()
+            _set_threads()
         self._ranks = self._lm.ranks
         if self._ranks.rank:
             self.refusal = f"rank {self._ranks.rank} of {self._ranks.size}: it can only `serve`; rank 0 drives"
@@ -95,23 +97,23 @@ class LlmExecutor(UnifiedExecutor):
     ) -> LlmExecutor:
         """Load a Hugging Face checkpoint: a folder, or OWNER/NAME on the Hub if huggingface_hub is installed.
 
-        On a CPU, PyTorch's number of threads becomes that of `choose_threads`, unless the user has chosen another.
-        CUDA graphs are captured by `warmup`. On a CPU, models of 8 MiB or more are packed when they are loaded, smaller
-        ones by `warmup`; see `PagedCausalLM.pack`.
+        On a CPU, PyTorch's number of threads is set by `choose_threads`, unless the user has chosen a number. CUDA
+        graphs are captured by `warmup`. On a CPU, models of 8 MiB or more are packed at load, smaller models by
+        `warmup`; see `PagedCausalLM.pack`.
 
         Args:
-            parallel: how to spread the model over processes; each process makes this call.
-            progress: whether bars show loading and packing, on a terminal where tqdm is installed.
-            options: fields of `LoadOptions`, which describes them: device, dtype, num_blocks, block_size, max_seq_len,
+            parallel: how to distribute the model over processes; each process makes this call.
+            progress: whether to show progress bars of loading and packing, on a terminal with tqdm installed.
+            options: fields of `LoadOptions`: device, dtype, num_blocks, block_size, max_seq_len,
                 num_swap_blocks, host_cache_bytes, cache_folder, cache_folder_bytes, enable_prefix_cache,
                 kv_cache_dtype, max_loras, max_lora_rank, cuda_graphs, draft, quantization, num_state_slots,
                 snapshot_interval, max_drafts, model_impl, trust_remote_code.
 
         Raises:
-            CheckpointError: files are missing or malformed, or the Hub does not have the model.
+            CheckpointError: files are missing or malformed, or the Hub lacks the model.
             UnsupportedError: the architecture or an option is not supported, or huggingface_hub is not installed.
-            InvalidInputError: an argument has another type or is out of range.
-            RankFailedError: another process could not load its part, or has ended.
+            InvalidInputError: an argument has the wrong type or is out of range.
+            RankFailedError: another process has ended or could not load its part.
         """
         track = partial(tracked, shown=as_bool("progress", progress))
         folder = local_folder(as_folder("path", path))
@@ -143,18 +145,18 @@ class LlmExecutor(UnifiedExecutor):
 
     @property
     def default_sampling_params(self) -> SamplingParams:
-        """Return the sampling defaults of the checkpoint's generation_config.json, else those of SamplingParams.
+        """Return the sampling defaults of the checkpoint's generation_config.json, else the defaults of SamplingParams.
 
         Raises:
-            CheckpointError: a value there has another type or is out of range.
+            CheckpointError: a value in the file has the wrong type or is out of range.
         """
         return SamplingParams(**sampling_defaults(self._generation))
 
     def serve(self) -> None:
-        """Take part in everything that rank 0 runs, until it shuts down. For ranks other than 0.
+        """Follow the work of rank 0 until it shuts down. For ranks other than 0.
 
         Raises:
-            RankFailedError: another process has ended, or did not answer within `ParallelConfig.timeout_s`.
+            RankFailedError: another process has ended or did not answer within `ParallelConfig.timeout_s`.
             UnsupportedError: this is rank 0.
         """
         if self._ranks.rank == 0:
@@ -165,7 +167,7 @@ class LlmExecutor(UnifiedExecutor):
             super().shutdown()
 
     def _alike(self, kind: Kind, *words: str) -> AbstractContextManager[None]:
-        """Return the context of a call that every rank makes on its own."""
+        """Return the context of a call that every rank runs by itself."""
         if self._driver is None:
             return nullcontext()
         return self._driver.alike(kind, *words)
@@ -213,15 +215,14 @@ class LlmExecutor(UnifiedExecutor):
         return self.model.lora_metrics_snapshot()
 
     def load_lora(self, name: str, path: str | Path) -> None:
-        """Load a low-rank adapter from a folder that PEFT saved, while others stay in use.
+        """Load a low-rank adapter from a folder saved by PEFT, while other adapters stay in use.
 
-        The first adapter that changes a layer compiles that layer's adapter kernels and captures the graphs of such
-        steps.
+        The first adapter of a layer compiles the layer's adapter kernels and captures graphs of steps with adapters.
 
         Raises:
-            InvalidInputError: the name is taken, no slot is free, or the rank exceeds max_lora_rank.
+            InvalidInputError: the name is taken, max_loras are loaded, or the rank exceeds max_lora_rank.
             CheckpointError: files or tensors are missing or malformed.
-            UnsupportedError: a setting of the adapter is not supported, or the model takes no adapters.
+            UnsupportedError: a setting of the adapter is not supported, or the model does not support adapters.
         """
         with self._call(), warming_up():
             model = self._paged()
@@ -235,7 +236,7 @@ class LlmExecutor(UnifiedExecutor):
 
         Raises:
             InvalidInputError: the adapter is not loaded, or sequences use it.
-            UnsupportedError: the model takes no adapters.
+            UnsupportedError: the model does not support adapters.
         """
         lock: AbstractContextManager[object] = nullcontext()
         if self._driver is not None:
@@ -246,25 +247,25 @@ class LlmExecutor(UnifiedExecutor):
                 pass
 
     def list_loras(self) -> tuple[str, ...]:
-        """Return the names of the loaded adapters, none if the model takes none."""
+        """Return the names of the loaded adapters; empty if the model does not support adapters."""
         return self.model.adapters.names() if isinstance(self.model, PagedCausalLM) else ()
 
     def update_weights(self, source: Source, *, check_finite: bool = False) -> None:
-        """Replace the weights by those of a folder or of named tensors, all or none; no sequence may be live.
+        """Replace all weights, or none after an error, from a folder or named tensors. No sequence may be live.
 
-        They are read into host memory first and checked as when a model is loaded. The prefix cache is emptied.
-        Adapters, a draft head and the scales of an 8-bit cache stay. CUDA graphs stay valid, unless weights are
-        quantised: then they are captured again, as steps on a CPU are recorded again.
+        The weights are first read into host memory and checked as in loading. The prefix cache is cleared. Adapters, a
+        draft head and the scales of an 8-bit cache stay. CUDA graphs stay valid unless weights are quantised; then they
+        are captured again. Recorded steps of a CPU are always recorded again.
 
         Args:
-            source: a checkpoint's folder, with the config.json of the model that runs; or pairs of a name as in such a
-                checkpoint and a tensor on any device, if this process runs the model alone.
-            check_finite: whether infinity and NaN are refused.
+            source: folder of a checkpoint with the same config.json; or (name in such a checkpoint, tensor on any
+                device) pairs, if one process runs the whole model.
+            check_finite: whether to refuse infinity and NaN.
 
         Raises:
-            CheckpointError: a tensor is missing, unexpected, or has another shape or dtype; or the configuration
-                differs; or a weight is not finite.
-            InvalidInputError: sequences are live, whose K/V are of the old weights; or the source is something else.
+            CheckpointError: a tensor is missing, unexpected, or has another shape or dtype; the configuration differs;
+                or a weight is not finite.
+            InvalidInputError: sequences with K/V of the old weights are live, or the source is something else.
             UnsupportedError: the model is not a `PagedCausalLM`, or tensors are given to one of several ranks.
         """
         check_finite = as_bool("check_finite", check_finite)
@@ -288,17 +289,17 @@ class LlmExecutor(UnifiedExecutor):
         source_rank: int = 0,
         check_finite: bool = False,
     ) -> None:
-        """Receive new weights by broadcasts, then do as `update_weights`.
+        """Receive new weights by broadcasts, then run `update_weights`.
 
-        All tensors are received before the first is checked, so that after an error the sender does not wait.
+        All tensors are received before any is checked, so that the sender does not hang after an error.
 
         Args:
-            tensors: name, dtype and shape of each, in the order in which `torch.distributed.broadcast` sends them.
-            group: who takes part; None for the default group. With NCCL tensors arrive on this executor's device.
+            tensors: name, dtype and shape of each tensor, in the order of the sender's `torch.distributed.broadcast`.
+            group: process group; None for the default group. With NCCL, tensors arrive on this executor's device.
             source_rank: global rank of the sender.
 
         Raises:
-            As `update_weights`.
+            The errors of `update_weights`.
         """
         device = self._info.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
         received = []
@@ -309,17 +310,17 @@ class LlmExecutor(UnifiedExecutor):
         self.update_weights(received, check_finite=check_finite)
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the device memory of weights and KV cache until `wake`; no sequence may be live.
+        """Free the device memory of weights and KV cache until `wake`. No sequence may be live.
 
-        The prefix cache is emptied, graphs are dropped. Adapters and swap space stay. Meanwhile a forward raises
+        The prefix cache is cleared and graphs are dropped. Adapters and swap space stay. Until `wake`, forwards raise
         ModelAsleepError.
 
         Args:
-            level: 1 keeps the weights in host memory, where a CPU has them anyway; 2 drops them, and `update_weights`
-                wakes the model with others.
+            level: 1 keeps the weights in host memory (on a CPU, they stay where they are). 2 drops the weights;
+                `update_weights` wakes the model with new ones.
 
         Raises:
-            InvalidInputError: sequences are live, the model sleeps already, or the level is neither 1 nor 2.
+            InvalidInputError: sequences are live, the model is already asleep, or the level is neither 1 nor 2.
             UnsupportedError: the model is not a `PagedCausalLM`.
         """
         level = as_int("level", level, low=1, high=2)
@@ -332,11 +333,11 @@ class LlmExecutor(UnifiedExecutor):
                 model.memory.sleep(level)
 
     def wake(self) -> None:
-        """Take back what `sleep` at level 1 gave; graphs are captured again. Without effect on a model that runs.
+        """Restore the memory freed by `sleep` at level 1, and capture graphs again. Do nothing if the model is awake.
 
         Raises:
-            ModelAsleepError: the weights were dropped; `update_weights` wakes the model.
-            torch.OutOfMemoryError: too little memory is free; the model sleeps on.
+            ModelAsleepError: the weights were dropped; call `update_weights` to wake the model.
+            torch.OutOfMemoryError: too little memory is free; the model stays asleep.
         """
         with self._call(), warming_up():
             model = self._paged("no weights of this package")
@@ -347,11 +348,11 @@ class LlmExecutor(UnifiedExecutor):
                     wake(model)
 
     def warmup(self, *, progress: bool = True) -> None:
-        """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay.
+        """Compile kernels and capture CUDA graphs; on a CPU, pack the weights and record steps. Sequences stay live.
 
-        progress: whether bars show it, on a terminal.
+        progress: whether to show progress bars on a terminal.
         """
-        with self._call(), warming_up(), self._alike(Kind.PREPARE):
+        with self._call(), warming_up(), self._alike(Kind.WARM_UP):
             self._lm.prepare(partial(tracked, shown=as_bool("progress", progress)))
         super().warmup()
 
@@ -366,7 +367,7 @@ class LlmExecutor(UnifiedExecutor):
         self._lm.reset()
         if self._driver is not None:
             if self.kv_manager is not None and self.kv_manager.files is not None:
-                # What is not in files yet goes to host memory on every rank, and from there to each rank's files.
+                # Evict blocks to host memory on every rank; each rank then writes them to its files.
                 self.kv_manager.evict(self.kv_manager.config.num_blocks)
             self._driver.stop()
         if self.kv_manager is not None:
@@ -378,18 +379,18 @@ class LlmExecutor(UnifiedExecutor):
         return self.model
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
+        if not isinstance(self._lm, PagedCausalLM):  # chooses them with each forward
+            return
         for item in items:
             if "lora_adapter" in item.metadata:
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
 
-    def _run(self, batch: UnifiedBatch) -> Answers:
-        if isinstance(self._lm, PagedCausalLM) and (batch.prepared is not None or not batch.is_plain):
-            return self._lm.run_checked(batch)
-        return self._lm.unified_forward(batch.items)
+    def _run(self, step: Step) -> Rows:
+        return self._lm.run(step)
 
 
-def _prepare_threads() -> None:
-    """Let PyTorch take as many threads as `choose_threads` says, and warn if they wait badly."""
+def _set_threads() -> None:
+    """Set PyTorch's number of threads by `choose_threads`, and warn if waiting threads spin."""
     current = torch.get_num_threads()
     choice = choose_threads(current)
     if choice.num_threads != current:
@@ -399,7 +400,7 @@ def _prepare_threads() -> None:
 
 
 def _check_idle(model: PagedCausalLM, call: str) -> None:
-    """Raise InvalidInputError if sequences hold K/V, which `call` would make useless."""
+    """Raise InvalidInputError if sequences hold K/V, which `call` would invalidate."""
     num_live = len(model.kv_manager.handles())
     if num_live:
         raise InvalidInputError(f"{call}: {num_live} sequences hold K/V of the weights, expected none")

@@ -1,4 +1,4 @@
-"""The interface of executors: 18 calls, five of them abstract, and three more of executors that load adapters."""
+"""Interface of executors (five calls are abstract), and of executors that load adapters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
-from paged.kernels.common.compilation import serving_begins
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
+from paged.kernels.core.launch import serving_begins
 from paged.prompt_embeds import EmbedsLimits
 from paged.seq_id import SeqId
+from paged.step.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
 
 
 class ExecutorShutDownError(PagedError):
@@ -28,13 +28,13 @@ class ModelExecutor(ABC):
     """Runs a model on batches of token ids over KV caches.
 
     Calls are synchronous and run one at a time; `AsyncModelExecutor` queues them. Every call is atomic: if it raises,
-    every cache is as it was before. After `shutdown`, calls that run or change something raise ExecutorShutDownError;
-    calls that only report still answer.
+    every cache is as before. After `shutdown`, calls that run or change something raise ExecutorShutDownError; calls
+    that only report still work.
 
     Attributes:
-        kv_manager: the cache manager of the sequences, if there is one; `kv_cache` of items are its handles.
-        embeds_limits: what items may have as `embeds`; None for nothing.
-        metadata_keys: the keys that it reads of items' `metadata`, so that others are refused; None takes any.
+        kv_manager: cache manager of the sequences, or None. `kv_cache` of items are its handles.
+        embeds_limits: limits for the `embeds` of items; None if they are not supported.
+        metadata_keys: keys of items' `metadata` that are read; other keys are refused. None accepts any key.
     """
 
     kv_manager: PagedKvCacheManager | None = None
@@ -43,12 +43,12 @@ class ModelExecutor(ABC):
 
     @property
     def weights_generation(self) -> int:
-        """A number that grows whenever the weights are replaced."""
+        """Number that grows whenever the weights are replaced."""
         return 0
 
     @property
     def sleep_level(self) -> int:
-        """The level at which the model sleeps, see `LlmExecutor.sleep`; 0 if it is awake."""
+        """Sleep level of the model, see `LlmExecutor.sleep`; 0 if it is awake."""
         return 0
 
     @abstractmethod
@@ -76,7 +76,7 @@ class ModelExecutor(ABC):
         return False
 
     def kv_capacity(self) -> int | None:
-        """Return the tokens that fit into the KV cache over all sequences, or None if unknown."""
+        """Return how many tokens of all sequences together fit into the KV cache, or None if unknown."""
         return None
 
     def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
@@ -91,8 +91,8 @@ class ModelExecutor(ABC):
         """Run a batch of items.
 
         Returns:
-            One entry for each item: None if it is not final, else logits float32 [V]; a token id, an int64 scalar,
-            under GreedyArgmax and DrawToken; logits float32 [n, V] under VerifyLogits.
+            One entry for each item. None if the item is not final. Otherwise float32 logits [V]; under GreedyArgmax and
+            DrawToken a token id (int64 scalar); under VerifyLogits float32 logits [n, V].
 
         Raises:
             UnsupportedError: this executor has no unified_decode.
@@ -128,19 +128,19 @@ class ModelExecutor(ABC):
         return None
 
     def warmup(self) -> None:
-        """Prepare for full speed, such as by compiling. PAGED_JIT allows, warns of or refuses later compilations."""
+        """Prepare for full speed, for example by compiling. PAGED_JIT controls later compilations."""
         serving_begins()
 
     def shutdown(self) -> None:  # noqa: B027
-        """Refuse work from here on; a second call does nothing."""
+        """Refuse all further work; a second call does nothing."""
 
     def release_cache(self, seq_id: SeqId) -> None:  # noqa: B027
-        """Free the KV cache of a sequence; does nothing if it does not exist."""
+        """Free the KV cache of a sequence; do nothing if it does not exist."""
 
 
 @runtime_checkable
 class LoraLoader(Protocol):
-    """An executor that loads adapters; see `LlmExecutor` for the calls and their errors."""
+    """Interface of an executor that loads adapters; see `LlmExecutor` for the calls and their errors."""
 
     def load_lora(self, name: str, path: str | Path) -> None: ...
 
@@ -150,10 +150,10 @@ class LoraLoader(Protocol):
 
 
 def lora_loader(executor: ModelExecutor) -> LoraLoader:
-    """Return the executor, if it loads adapters.
+    """Return the executor as a `LoraLoader`.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: it does not load adapters.
     """
     if not isinstance(executor, LoraLoader):
         raise UnsupportedError(f"{type(executor).__name__} takes no adapters")
@@ -161,7 +161,7 @@ def lora_loader(executor: ModelExecutor) -> LoraLoader:
 
 
 def check_capture(executor: ModelExecutor, *, has_experts: bool) -> None:
-    """Raise UnsupportedError unless the executor returns hidden states and, if asked for, routed experts of tokens."""
+    """Raise UnsupportedError unless the executor can return hidden states and, if requested, routed experts."""
     capabilities = executor.capabilities()
     lacks_experts = has_experts and not capabilities.has_routed_experts
     if not capabilities.supports_hidden_states or lacks_experts:
@@ -170,7 +170,7 @@ def check_capture(executor: ModelExecutor, *, has_experts: bool) -> None:
 
 
 def check_metadata(executor: ModelExecutor, name: str, metadata: Mapping[str, Any]) -> None:
-    """Raise InvalidInputError for a key of `metadata` that the executor does not read; `name` is the argument's."""
+    """Raise InvalidInputError for a key of `metadata` that the executor does not read. name: the argument's name."""
     keys = executor.metadata_keys
     if keys is None:
         return
@@ -183,8 +183,8 @@ def check_adapter(executor: ModelExecutor, name: object) -> None:
     """Raise unless the executor can run sequences with the adapter `name`; None means no adapter.
 
     Raises:
-        InvalidInputError: it is not a str, or not loaded.
-        UnsupportedError: the executor takes no adapters.
+        InvalidInputError: `name` is not a str, or the adapter is not loaded.
+        UnsupportedError: the executor does not support adapters.
     """
     if name is None:
         return
@@ -193,6 +193,6 @@ def check_adapter(executor: ModelExecutor, name: object) -> None:
     if not executor.capabilities().supports_lora:
         raise UnsupportedError(f"lora_adapter: {name!r}, but {type(executor).__name__} takes no adapters")
     loaded = executor.list_loras() if isinstance(executor, LoraLoader) else ()
-    # Without a snapshot, only the model itself knows its adapters.
+    # Without a metrics snapshot, only the model itself knows its adapters.
     if name not in loaded and executor.lora_metrics_snapshot() is not None:
         raise InvalidInputError(f"lora_adapter: {name!r} is not loaded, expected one of {list(loaded)}")

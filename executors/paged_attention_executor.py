@@ -1,4 +1,4 @@
-"""The oracle: a model whose outputs are known in closed form, because embeddings go through attention unprojected."""
+"""Oracle executor: attention on unprojected embeddings, whose outputs are known in closed form."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
-from paged.batch import UnifiedBatch
 from paged.cache.groups import RecurrentSpec
-from paged.cache.kv_cache import row_bytes
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.types import MemoryRequirements, ModelInfo
-from paged.executors.unified_executor import Answers, UnifiedExecutor
-from paged.forward_step import ForwardStep, forward_step
+from paged.executors.unified_executor import UnifiedExecutor
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
-from paged.kernels.common.checks import CACHE_DTYPES, FLOAT_DTYPES
-from paged.kernels.common.scalars import as_bool, as_int, shown
+from paged.kernels.core.checks import FLOAT_DTYPES
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.kernels.core.errors import as_bool, as_int, shown
 from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.mamba2_scan import mamba2_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch
-from paged.models.logits_policy import answer_batch
+from paged.models.logits_policy import Rows, answers_of
+from paged.step.step import Step
 
-# Taps of the recurrent layer's convolution, the token's own last, and the decay of its state.
+# Taps of the recurrent layer's convolution (the current token's last), and the decay of its state.
 _TAPS = (0.5, 0.0, 0.25, 1.0)
 DECAY = 0.875
 _KEY_DIM = 16
@@ -35,7 +34,7 @@ _KEY_DIM = 16
 
 @dataclass(frozen=True)
 class PagedExecutorConfig:
-    """Sizes of the oracle's model, which has no weights: its embedding is a formula.
+    """Sizes of the oracle's model, which has no weights; its embedding is a formula.
 
     Attributes:
         embedding: "one_hot" sets element t mod (num_kv_heads * head_dim) of token t to 1. "sinusoidal" sets element i
@@ -70,30 +69,31 @@ class PagedExecutorConfig:
             raise InvalidInputError(f"embedding: {shown(self.embedding)}, expected 'one_hot' or 'sinusoidal'")
 
     def recurrent_spec(self, **options: Any) -> RecurrentSpec:
-        """Return the shape of the last layer's state. options: other fields of RecurrentSpec, such as num_slots."""
+        """Return the state shape of the last layer. options: other fields of RecurrentSpec, such as num_slots."""
         heads, size = self.num_kv_heads, self.head_dim
         channels = heads * size + 2 * _KEY_DIM
         return RecurrentSpec((self.num_layers - 1,), channels, len(_TAPS), heads, size, 1, _KEY_DIM, **options)
 
 
 class PagedAttentionExecutor(UnifiedExecutor):
-    """Runs the kernels and the cache with identity projections, so that every logit is known in closed form.
+    """Runs kernels and cache with identity projections, so that every logit is known in closed form.
 
-    At every layer K = V = the token's embedding e, and Q repeats each KV head's slice of e num_heads / num_kv_heads
+    At every layer, K = V = the token's embedding e, and Q repeats each KV head's slice of e num_heads / num_kv_heads
     times. The output is the last layer's causal attention with scale 1 / sqrt(head_dim): logits[j mod vocab_size] +=
-    attn[j] over all num_heads * head_dim elements. With one_hot, in the head that holds the query's index, keys of that
-    index weigh exp(1 / sqrt(head_dim)) and all others 1. In every other head all keys weigh the same.
+    attn[j] over all num_heads * head_dim elements. With one_hot, in the head that contains the query's index, keys with
+    the same index weigh exp(1 / sqrt(head_dim)) and all other keys weigh 1. In every other head, all keys weigh the
+    same.
 
-    With `recurrent`, the last layer also has a state, and its output is added to the attention of each query head's KV
-    head. With the token's embedding e_t, c_t = e_t + e_(t-1) / 4 + e_(t-3) / 2 and s_t = DECAY s_(t-1) + c_t, of which
-    both are zero before the first token, the output is s_t. So a state that is missing, stale or another sequence's
-    shows in the logits.
+    With `recurrent`, the last layer also has a state, whose output is added to the attention of the KV head's query
+    heads. With the token's embedding e_t, c_t = e_t + e_(t-1) / 4 + e_(t-3) / 2 and s_t = DECAY s_(t-1) + c_t, the
+    output is s_t. All terms before the first token are zero. Therefore a missing, stale or foreign state changes the
+    logits.
 
-    It computes in the cache's dtype, or in float32 if the cache is 8-bit. All dtypes hold one-hot embeddings exactly.
+    It computes in the cache's dtype, or in float32 if the cache has 8 bits. All dtypes hold one-hot embeddings exactly.
 
     Raises:
         InvalidInputError: the manager's layers, KV heads, head_dim or recurrent layers differ from the configuration,
-            or the kernels do not take its dtype.
+            or the kernels do not support its dtype.
     """
 
     kv_manager: PagedKvCacheManager
@@ -112,8 +112,9 @@ class PagedAttentionExecutor(UnifiedExecutor):
                 f"kv_manager: recurrent layers {layers}, expected {want_layers} as in the configuration"
             )
         cache = kv_manager.k_cache(0)
-        if cache.dtype not in CACHE_DTYPES:
-            raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {CACHE_DTYPES}")
+        cache_dtypes = (*FLOAT_DTYPES, *KV_KINDS)
+        if cache.dtype not in cache_dtypes:
+            raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {cache_dtypes}")
         width = config.num_heads * config.head_dim
         dtype = cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32
         kv_width = config.num_kv_heads * config.head_dim
@@ -135,7 +136,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
             kv_manager,
             MemoryRequirements(
                 weight_bytes=0,
-                kv_bytes_per_token_per_layer=2 * config.num_kv_heads * row_bytes(config.head_dim, cache.dtype),
+                kv_bytes_per_token_per_layer=2 * config.num_kv_heads * kv_kind(cache.dtype).row_bytes(config.head_dim),
                 activation_bytes_per_token=(kv_width + 2 * width) * dtype.itemsize,
             ),
         )
@@ -146,12 +147,14 @@ class PagedAttentionExecutor(UnifiedExecutor):
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         return self.kv_manager.metrics_snapshot()
 
-    def _run(self, batch: UnifiedBatch) -> Answers:
-        with forward_step(self.kv_manager, batch) as step:
-            return answer_batch(self._logits(self._attend(step)[step.sample_rows]), batch)
+    def _run(self, step: Step) -> Rows:
+        if self.kv_manager.canaries is not None:
+            self.kv_manager.canaries.before_forward(step)
+        logits = self._logits(self._attend(step)[step.sample_rows])
+        return logits if step.policies is None else answers_of(logits, step.policies)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] -> [num_tokens, num_kv_heads, head_dim]."""
+        """Embed token ids [num_tokens] as [num_tokens, num_kv_heads, head_dim]."""
         width = self._info.hidden_size
         if self.config.embedding == "one_hot":
             rows = functional.one_hot(token_ids % width, width)
@@ -160,8 +163,8 @@ class PagedAttentionExecutor(UnifiedExecutor):
             rows = torch.sin((token_ids + 1).unsqueeze(1).float() * scale)
         return rows.to(self._info.dtype).view(-1, self.config.num_kv_heads, self.config.head_dim)
 
-    def _attend(self, step: ForwardStep) -> torch.Tensor:
-        """Attention of the last layer, [num_tokens, num_heads * head_dim]; every layer writes its cache and runs."""
+    def _attend(self, step: Step) -> torch.Tensor:
+        """Run every layer and its cache write; return the last attention [num_tokens, num_heads * head_dim]."""
         embedding = self._embed(step.input_ids)
         query = embedding.repeat_interleave(self.config.num_heads // self.config.num_kv_heads, dim=1)
         out = torch.empty_like(query)
@@ -190,9 +193,9 @@ class PagedAttentionExecutor(UnifiedExecutor):
         return out.flatten(1)
 
     def _scan(self, embedding: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
-        """The recurrent output of the last layer, [num_tokens, num_kv_heads, head_dim], as the scan of Mamba-2.
+        """Return the last layer's recurrent output, [num_tokens, num_kv_heads, head_dim], by Mamba-2's scan.
 
-        Keys and queries are a constant unit vector, and each step has the size 1.
+        Keys and queries are a constant unit vector, and each step has size 1.
         """
         state = self.kv_manager.state(self.config.num_layers - 1)
         rows, device = embedding.flatten(1), embedding.device
@@ -203,12 +206,12 @@ class PagedAttentionExecutor(UnifiedExecutor):
         heads = torch.zeros(self.config.num_kv_heads, device=device)
         mixed = causal_conv1d(mixed, weight, None, state, batch, activation=None)
         dt = mixed.new_zeros(len(rows), len(heads))
-        # softplus of this bias is 1, and exp(-exp(A_log)) is DECAY.
+        # The softplus of dt_bias is 1, and exp(-exp(a_log)) is DECAY.
         dt_bias, a_log = heads + math.log(math.e - 1), heads + math.log(-math.log(DECAY))
         out = mamba2_scan(mixed, dt, a_log, dt_bias, heads, state, batch, num_groups=1)
         return out.to(embedding.dtype)
 
     def _logits(self, attention: torch.Tensor) -> torch.Tensor:
-        """logits[j mod vocab_size] += attention[j], as whole rows of vocab_size added up in order, float32."""
+        """Compute logits[j mod vocab_size] += attention[j] in float32, adding rows of vocab_size elements in order."""
         padded = functional.pad(attention.float(), (0, -attention.shape[1] % self.config.vocab_size))
         return padded.view(-1, padded.shape[1] // self.config.vocab_size, self.config.vocab_size).sum(1)

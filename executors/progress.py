@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal if tqdm is installed, else nothing."""
+"""Progress bars on a terminal if tqdm is installed, otherwise none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class ProgressBar:
-    """The subset of tqdm's bar in use; this class does nothing."""
+    """Interface of a progress bar (a subset of tqdm's); this class does nothing."""
 
     def update(self, n: int, /) -> object: ...
 
@@ -19,10 +19,11 @@ class ProgressBar:
 
 
 def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> ProgressBar:
-    """Return a bar over `total` units of work on stderr, or one that does nothing unless stderr is a terminal."""
-    stream = getattr(sys.stderr, "unescaped", sys.stderr)  # a bar moves the cursor
+    """Return a bar over `total` units of work on stderr; it does nothing unless stderr is a terminal."""
+    # A bar moves the cursor by control characters, which the command line's own stream would escape.
+    stream = getattr(sys.stderr, "unescaped", sys.stderr)
     with suppress(ImportError, ValueError):  # tqdm is missing, or stderr is closed
-        if shown and stream is not None and stream.isatty():  # None if the process has no stderr
+        if shown and stream is not None and stream.isatty():  # `stream` is None without a stderr
             from tqdm import tqdm
 
             is_scaled = unit == "B"
@@ -33,9 +34,9 @@ def progress_bar(total: int, *, desc: str, unit: str, shown: bool = True) -> Pro
 def tracked(
     items: Sequence[T], *, desc: str, unit: str, size: Callable[[T], int] = lambda _: 1, shown: bool = True
 ) -> Iterator[T]:
-    """Yield the items with a bar that counts the size of each: 1, or bytes if the unit is "B"."""
+    """Yield the items while a bar counts their sizes: 1 each, or bytes if the unit is "B"."""
     with closing(progress_bar(sum(map(size, items)), desc=desc, unit=unit, shown=shown and bool(items))) as bar:
         for item in items:
-            count = size(item)  # before the caller packs or drops it
+            count = size(item)  # now, because the caller may pack or drop the item
             yield item
             bar.update(count)

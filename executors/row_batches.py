@@ -1,4 +1,4 @@
-"""Batch items from rows of token tensors, and checks of items and results."""
+"""Conversion of rows of token tensors to batch items, and checks of items and results."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any, TypeVar
 
 import torch
 
-from paged.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.errors import InvalidInputError
-from paged.kernels.common.checks import check_shape
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.checks import check_shape
+from paged.kernels.core.errors import shown
 from paged.seq_id import SeqId
+from paged.step.batch import DecodeInput, FullLogits, LogitsPolicy, PrefillInput, UnifiedBatchItem, VerifyLogits
 from paged.token_ids import as_token_ids
 
 T = TypeVar("T")
 
 
 def is_decode_step(item: UnifiedBatchItem) -> bool:
-    """Return whether an item is a decode: one token after others, with logits, or several to verify."""
+    """Return whether an item is a decode step: one final token after others, or tokens to verify."""
     if not item.is_final_chunk or item.pos_offset <= 0:
         return False
     return len(item.q_tokens) == 1 or isinstance(item.logits_policy, VerifyLogits)
 
 
 def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[torch.Tensor | None]) -> str | None:
-    """Return how results do not match their items, or None: one per item, and logits for each final one."""
+    """Describe how results do not match their items (one per item, logits for each final item), or return None."""
     if len(results) == len(items):
         missing = []
         for item, result in zip(items, results, strict=True):
@@ -50,27 +50,27 @@ def results_mismatch(items: Sequence[UnifiedBatchItem], results: Sequence[torch.
 
 
 def inputs_of(kind: type[T], inputs: Sequence[T]) -> Sequence[T]:
-    """Return the inputs of a call, after checking that each is of this kind."""
+    """Return the inputs of a call, after checking their type."""
     if not isinstance(inputs, Sequence) or not all(isinstance(call_input, kind) for call_input in inputs):
         raise InvalidInputError(f"inputs: {shown(inputs)}, expected {kind.__name__}, in calls of several a list of it")
     return inputs
 
 
 def prefill_items(inputs: PrefillInput) -> list[UnifiedBatchItem]:
-    """Convert each row to an item without its padding; a row without a cache gets a sequence id of its own.
+    """Convert each row without its padding to an item; a row without a cache gets a new sequence id.
 
     Raises:
-        InvalidInputError: a shape or dtype does not fit, positions have a gap, or there is not one cache a row.
+        InvalidInputError: a shape or dtype is wrong, positions have a gap, or the number of caches differs from rows.
     """
     inputs = replace(inputs, input_ids=_id_rows(inputs.input_ids))
     return _items(inputs, inputs.attention_mask, inputs.kv_caches, FullLogits())
 
 
 def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
-    """Turn each row into an item of one token.
+    """Convert each row to an item of one token.
 
     Raises:
-        InvalidInputError: a shape or dtype does not fit, or there is not one cache a row.
+        InvalidInputError: a shape or dtype is wrong, or the number of caches differs from the number of rows.
     """
     inputs = replace(inputs, input_ids=_id_rows(inputs.input_ids))
     check_shape("input_ids", inputs.input_ids, ("B", 1))
@@ -81,10 +81,10 @@ def decode_items(inputs: DecodeInput) -> list[UnifiedBatchItem]:
 
 
 def verify_item(inputs: Sequence[DecodeInput]) -> UnifiedBatchItem:
-    """Turn consecutive tokens of one sequence into one item with the logits of every row.
+    """Convert consecutive tokens of one sequence to one item that returns the logits of every token.
 
     Raises:
-        InvalidInputError: as for `decode_items`; an input has more than one row, or does not continue the one before.
+        InvalidInputError: see `decode_items`; or an input has several rows or does not continue the previous input.
     """
     rows = [decode_items(step) for step in inputs]
     first = rows[0][0]
@@ -153,7 +153,7 @@ def _items(
 
 
 def _id_rows(value: Any) -> torch.Tensor:
-    """Return rows of token ids as a tensor [B, S]."""
+    """Convert rows of token ids to a tensor [B, S]."""
     if isinstance(value, torch.Tensor):
         return value
     try:
@@ -161,12 +161,12 @@ def _id_rows(value: Any) -> torch.Tensor:
         return torch.tensor(rows, dtype=torch.int64)
     except (InvalidInputError, MemoryError):
         raise
-    except Exception as error:  # of a class of the caller's, rows of other lengths, or ids beyond 64 bits
+    except Exception as error:  # a caller's class, rows of unequal length, or ids beyond 64 bits
         raise InvalidInputError(f"input_ids: {shown(value)}, expected rows of as many token ids each") from error
 
 
 def _without_padding(rows: list[list[int]], mask: list[list[int]]) -> list[list[int]]:
-    """Return the values of each row whose mask is not 0."""
+    """Return each row's values where the mask is not 0."""
     return [list(compress(row, row_mask)) for row, row_mask in zip(rows, mask, strict=True)]
 
 

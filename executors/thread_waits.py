@@ -1,11 +1,11 @@
-"""How threads of GNU OpenMP wait for each other; this file takes no torch, because it must run before torch is loaded.
+"""How threads of GNU OpenMP wait for each other. Imports no torch, because it must run before torch is loaded.
 
-`import paged` imports it, so modules that take milliseconds are imported where they are needed.
+`import paged` imports this file, so slow imports are within functions.
 
-PyTorch's operations and the numba kernels share the threads of the libgomp that PyTorch loads. By default a thread that
-waits spins for 300,000 rounds, some milliseconds, which is as long as the system lets another process have its core. So
-two threads beside a busy process wait for each other most of the time. A thread that spins briefly and then sleeps
-leaves its core to the thread that it waits for.
+PyTorch's operations and the numba kernels share the threads of the libgomp that PyTorch loads. By default, a waiting
+thread spins for some milliseconds, about as long as a time slice of another process. Therefore two threads beside a
+busy process wait for each other most of the time. A thread that spins briefly and then sleeps frees its core for the
+thread that it waits for.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Mapping
 from functools import cache
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
-# A compromise: beside a busy process fewer rounds are faster, and quiet steps of many sequences like more. The times of
-# each count are in docs/performance.md.
+# Rounds that a waiting thread spins before it sleeps. Fewer rounds are faster beside a busy process, more rounds are
+# faster on a quiet machine with many sequences. For times see docs/performance.md.
 SPIN_COUNT = "1000"
-# Variables by which users choose how threads wait. Those of Intel's and LLVM's OpenMP begin with KMP_.
+# Variables by which users choose how threads wait. Intel's and LLVM's OpenMP also read variables that begin with KMP_.
 _CHOICES = (SPIN_VARIABLE, "OMP_WAIT_POLICY")
 _MAPS = "/proc/self/maps"
 
 
 def chosen_wait(environment: Mapping[str, str]) -> str | None:
-    """Return the variable by which an environment says how threads wait, as NAME=VALUE; None if none does."""
+    """Return the environment's setting of how threads wait, as NAME=VALUE, or None."""
     for name, value in environment.items():
         if name in _CHOICES or name.startswith("KMP_"):
             return f"{name}={value}"
@@ -33,9 +33,9 @@ def chosen_wait(environment: Mapping[str, str]) -> str | None:
 
 
 def set_spin_count() -> None:
-    """Let threads of this process and of those that it starts spin briefly, unless the environment says how they wait.
+    """Make threads of this process and its children spin briefly, unless the environment sets how they wait.
 
-    libgomp reads the environment when it is loaded, so nothing changes if torch or a libgomp is loaded already.
+    libgomp reads the environment when it is loaded, so this has no effect if torch or a libgomp is already loaded.
     """
     if sys.platform != "linux" or "torch" in sys.modules or chosen_wait(os.environ) or _has_libgomp():
         return
@@ -43,7 +43,7 @@ def set_spin_count() -> None:
 
 
 def warn_of_spinning(num_threads: int) -> None:
-    """Warn once if threads spin long for each other: a busy process beside them makes steps many times slower."""
+    """Warn once if waiting threads spin long, because a busy process then makes steps many times slower."""
     if num_threads > 1 and sys.platform == "linux" and chosen_wait(os.environ) is None and _uses_gnu_openmp():
         _warn(num_threads)
 
@@ -60,7 +60,7 @@ def _warn(num_threads: int) -> None:
 
 
 def _uses_gnu_openmp() -> bool:
-    """Return whether torch's threads are libgomp's. Intel's and LLVM's OpenMP has its functions, too."""
+    """Return whether torch uses libgomp, and not Intel's or LLVM's OpenMP, which have the same functions."""
     import ctypes
 
     functions = ctypes.CDLL(None)
@@ -68,7 +68,7 @@ def _uses_gnu_openmp() -> bool:
 
 
 def wait_text() -> str:
-    """Return how threads wait for each other, and who chose it."""
+    """Describe how threads wait for each other, and who chose it."""
     chosen = chosen_wait(os.environ)
     if chosen is None:
         return "the default of PyTorch's OpenMP"
@@ -78,7 +78,7 @@ def wait_text() -> str:
 
 
 def without_our_choice(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment as it was before `set_spin_count`, for programs that are not ours."""
+    """Return an environment without the setting of `set_spin_count`, for other programs."""
     kept = dict(environment)
     if kept.get(SPIN_VARIABLE) == SPIN_COUNT:
         del kept[SPIN_VARIABLE]

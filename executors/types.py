@@ -1,4 +1,4 @@
-"""Reports of an executor: its model, capabilities and memory needs, and the work it has measured."""
+"""Reports of an executor: model, capabilities, memory needs, measured work."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ModelInfo:
     """Identity and sizes of the model behind an executor.
 
     Attributes:
-        model_id: name of the model; for a checkpoint, of its folder.
+        model_id: name of the model; for a checkpoint, the name of its folder.
         model_type: architecture of the model.
         num_parameters: number of weights.
         max_sequence_length: longest sequence in tokens, prompt and output together.
-        dtype, device: of the model's activations.
+        dtype, device: dtype and device of the model's activations.
         eos_token_ids: tokens that end an answer, from the checkpoint.
     """
 
@@ -38,12 +38,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRequirements:
-    """Memory that a model needs, in bytes.
+    """Memory needs of a model, in bytes.
 
     Attributes:
-        weight_bytes: all weights.
-        kv_bytes_per_token_per_layer: keys and values of one token; the average if layers differ or share K/V.
-        activation_bytes_per_token: peak of a forward for each of its tokens, freed when the forward ends.
+        weight_bytes: size of all weights.
+        kv_bytes_per_token_per_layer: size of a token's key and value; the average if layers differ or share K/V.
+        activation_bytes_per_token: peak of a forward per token, freed when the forward ends.
     """
 
     weight_bytes: int
@@ -51,7 +51,7 @@ class MemoryRequirements:
     activation_bytes_per_token: int
 
     def total(self, batch_size: int, seq_len: int, num_layers: int) -> int:
-        """Return the bytes for `batch_size` sequences of `seq_len` tokens, all of them run in one forward."""
+        """Return the bytes for `batch_size` sequences of `seq_len` tokens, if all tokens run in one forward."""
         per_token = num_layers * self.kv_bytes_per_token_per_layer + self.activation_bytes_per_token
         return self.weight_bytes + batch_size * seq_len * per_token
 
@@ -61,20 +61,20 @@ class ExecutorCapabilities:
     """Capabilities and limits of an executor.
 
     Attributes:
-        max_batch_size: upper bound of the sequences that can hold tokens at the same time; None if unknown.
+        max_batch_size: maximum number of sequences that can hold tokens at the same time; None if unknown.
         max_sequence_length: longest sequence in tokens, prompt and output together.
-        supports_native_unified_decode: whether any mix of items runs in one forward. Otherwise a batch is split.
+        supports_native_unified_decode: whether any mix of items runs in one forward; otherwise a batch is split.
         supports_chunked_prefill: whether a prompt can run in chunks.
         supports_truncate: whether sequences can be rolled back.
         supports_prefix_cache: whether sequences share cached prefixes.
         supports_lora: whether items may name an adapter.
         prefers_tokens: whether choosing a token (`DrawToken`) is cheaper than returning logits.
-        has_draft_head: whether the model has a draft head, which needs the hidden state of the token before a step's.
+        has_draft_head: whether the model has a draft head, which needs the hidden state of the previous token.
         supports_device_ids, supports_hidden_states: whether `UnifiedBatch` may have `device_ids`, and `returns_hidden`
             or `captured`.
         has_routed_experts: whether the model has layers with experts, and `captured` may ask for their ids.
-        has_invariant_rows: whether a step can run so that no row's bits depend on the rows beside it. May change with
-            `warmup`.
+        has_invariant_rows: whether a step can run so that the bits of a row do not depend on other rows. `warmup` may
+            change it.
     """
 
     max_batch_size: int | None
@@ -94,7 +94,7 @@ class ExecutorCapabilities:
 
 
 class ExecutorState(Enum):
-    """READY for a call, BUSY in one, FAILED after an error that is no `PagedError`, or SHUTDOWN permanently."""
+    """State: READY for a call, BUSY in a call, FAILED after an error that is no `PagedError`, SHUTDOWN for good."""
 
     READY = "ready"
     BUSY = "busy"
@@ -104,19 +104,20 @@ class ExecutorState(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutorStatus:
-    """Work and memory of an executor, measured since it was made.
+    """Work and memory of an executor, measured since its creation.
 
     Attributes:
         prefill_count: prompts completed, in any number of chunks.
-        decode_count: tokens run one at a time after a prompt, verified drafts included.
+        decode_count: tokens decoded after a prompt, verified drafts included.
         prefill_tokens: tokens run for prompts.
         failed_calls: calls that raised.
         forwards: forwards that succeeded.
-        average_prefill_seconds, average_decode_seconds: time in forwards for each prompt, and for each decoded token; 0
-            before the first. A forward with both is divided between them by tokens.
-        memory_bytes, peak_memory_bytes: weights and used KV cache, now and at most.
-        graph_replays: forwards that ran as a CUDA graph, or on a CPU as a recording.
-        unrecorded_steps: step sizes that the last `warmup` could not record on a CPU; a warning names the operation.
+        average_prefill_seconds, average_decode_seconds: mean forward time per prompt and per decoded token; 0 before
+            the first. The time of a mixed forward is divided by tokens.
+        memory_bytes, peak_memory_bytes: size of weights and used KV cache, now and at the peak.
+        graph_replays: forwards that ran as a CUDA graph or, on a CPU, as a recording.
+        unrecorded_steps: number of step sizes that the last `warmup` could not record on a CPU; a warning names the
+            operation.
     """
 
     state: ExecutorState

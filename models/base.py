@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.seq_id import SeqId
+from paged.step.batch import UnifiedBatchItem
 from paged.token_ids import as_token_ids
 
 
 @dataclass(frozen=True)
 class LlmRuntimeConfig:
-    """Model sizes that an executor plans with.
+    """Model sizes that an executor needs.
 
     Attributes:
         max_seq_len: longest sequence in tokens, prompt and output together.
@@ -36,11 +36,11 @@ class LlmRuntimeConfig:
 class DecoderOnlyLLM(ABC):
     """A causal language model that keeps the KV cache of each sequence itself, by `cache_id`.
 
-    Only `config`, `prefill`, `decode` and `release` are required. Defaults of the other methods run them one by one, or
-    raise UnsupportedError. Logits are float32.
+    Only `config`, `prefill`, `decode` and `release` are required. By default, other methods run the required methods
+    one by one, or raise UnsupportedError. Logits are float32.
 
     If a class does not override `forward_verify`, calls that change a sequence's length are counted, so that the
-    default knows its end.
+    default knows where the sequence ends.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -57,7 +57,7 @@ class DecoderOnlyLLM(ABC):
 
     @abstractmethod
     def prefill(self, cache_id: SeqId, tokens: Sequence[int]) -> torch.Tensor:
-        """Append tokens to a sequence, which begins here if it is new, and return the last token's logits, [V]."""
+        """Append tokens to a sequence, started here if it is new, and return the last token's logits, [V]."""
 
     @abstractmethod
     def decode(self, cache_id: SeqId, token: int, pos: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class DecoderOnlyLLM(ABC):
         """Choose a loaded adapter for a sequence, or None for the base model.
 
         Raises:
-            UnsupportedError: an adapter is given, but this model takes none.
+            UnsupportedError: an adapter is given, but this model supports none.
         """
         if adapter is not None:
             raise UnsupportedError(
@@ -87,7 +87,7 @@ class DecoderOnlyLLM(ABC):
             )
 
     def prepare(self) -> None:  # noqa: B027
-        """Warm up: do everything now that would slow the first request."""
+        """Warm up: do all work now that would slow down the first request."""
 
     def kv_capacity(self) -> int:
         """Return the number of tokens that the KV cache can hold, over all sequences."""
@@ -109,10 +109,10 @@ class DecoderOnlyLLM(ABC):
         The default calls `decode` in a loop.
 
         Args:
-            start_pos: the sequence's length; None takes the counted one, which may be wrong after a failed call.
+            start_pos: the sequence's length; None takes the counted length, which may be wrong after a failed call.
 
         Raises:
-            InvalidInputError: tokens are empty, or no token ids.
+            InvalidInputError: tokens are empty, or not token ids.
         """
         ids = as_token_ids("tokens", tokens)
         if not ids:
@@ -128,8 +128,8 @@ class DecoderOnlyLLM(ABC):
         """Run any mix of prefill chunks and decode steps in one forward.
 
         Returns:
-            One entry for each item, in order. None if the chunk is not final, else the last token's logits [V], or with
-            GreedyArgmax the token id, an int64 scalar.
+            One entry for each item, in order: None if the chunk is not final, else the last token's logits [V]. With
+            GreedyArgmax, the entry is the token id, an int64 scalar.
 
         Raises:
             UnsupportedError: this model runs one sequence at a time.
@@ -158,7 +158,7 @@ def _counted(method: Callable[..., Any], count: Callable[..., dict[SeqId, int]])
     @wraps(method)
     def run(model: object, *args: Any, **named: Any) -> Any:
         lengths = _lengths(model)
-        # From the lengths before the call: a method may call other counted methods, or its base class's.
+        # Count from the lengths before the call, because a method may call other counted methods.
         after = count(lengths, *args, **named)
         result = method(model, *args, **named)
         for cache_id, length in after.items():
@@ -182,7 +182,7 @@ def _after_prompt(before: dict[SeqId, int], cache_id: SeqId, tokens: Sequence[in
     return {cache_id: before.get(cache_id, 0) + len(as_token_ids("tokens", tokens))}
 
 
-# Change of a sequence's length by each method. Parameters that a subclass adds are ignored.
+# How each method changes a sequence's length. Parameters that a subclass adds are ignored.
 _COUNTS: Mapping[str, Callable[..., dict[SeqId, int]]] = {
     "prefill": _after_prompt,
     "decode": lambda before, cache_id, token, pos, **_: {cache_id: pos + 1},

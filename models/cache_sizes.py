@@ -1,4 +1,4 @@
-"""The KV cache of a model: which layers share a block table, and how many blocks and states the memory holds."""
+"""Sizes of a model's KV cache: groups of layers that share a block table, and numbers of blocks and states."""
 
 from __future__ import annotations
 
@@ -9,32 +9,31 @@ import torch
 
 from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.kernels.attention.config import default_block_size
-from paged.kernels.common.device import device_of
+from paged.kernels.attention.tiles import default_block_size
+from paged.kernels.core.device import device_of
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.load_options import LoadOptions
 from paged.models.parallel.ranks import Ranks
 
-# On a CPU, the cache's default size: this many sequences of full length, but at most this many bytes.
+# The default cache on a CPU holds this many sequences of full length, but takes at most this many bytes.
 _CPU_SEQUENCES = 4
 _CPU_BYTES = 1 << 30
-# On a GPU, fraction of the memory for weights and cache; the rest is for activations.
+# Fraction of a GPU's memory for weights and cache; the rest is for activations.
 GPU_FRACTION = 0.9
-# Of the cache's memory, the largest part for states of recurrent layers. A state of Qwen3.5-35B-A3B takes the memory of
-# 4,100 tokens of K/V, so that sequences and snapshots every 4,000 tokens fill both halves.
+# Largest fraction of the cache's memory for states of recurrent layers. models/limits.md compares states and K/V.
 _STATE_FRACTION = 0.5
-# Two slots for each of 256 sequences, and as many snapshots.
+# Largest number of recurrent-state slots on a GPU: for each of 256 sequences, two slots and one snapshot.
 _MOST_SLOTS = 768
-# On a CPU: two slots for each of 8 sequences, and 16 snapshots.
+# Largest number of recurrent-state slots on a CPU: for each of 8 sequences, two slots and two snapshots.
 _CPU_SLOTS = 32
 
 
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
-    """Return the cache configuration of a model; layers are grouped by K/V shape and window, recurrent ones apart.
+    """Return the cache configuration of a model: groups of equal K/V shape and window, and recurrent layers.
 
-    Keys of a layer's indexer are those of one more layer, num_layers behind it.
+    The index keys of layer i form a further layer of the cache, with index num_layers + i.
 
-    fields: other fields of PagedKvCacheConfig; keys of indexers depend on its dtype.
+    fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys.
     """
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
@@ -58,7 +57,9 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     if recurrent:
         (state,) = set(recurrent.values())
         shape = state.channels, state.conv_width, state.num_heads, state.head_dim, state.num_key_heads, state.key_dim
-        fields["recurrent"] = RecurrentSpec(tuple(recurrent), *shape)
+        fields["recurrent"] = RecurrentSpec(
+            tuple(recurrent), *shape, decays_channels=state.decays_channels, rank=state.rank
+        )
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
@@ -72,7 +73,7 @@ def sized_cache_config(
 ) -> PagedKvCacheConfig:
     """Return the cache configuration of a model, with as many blocks and states as every rank has memory for.
 
-    Blocks and states that the options count are taken as they are. The weights, of `dtype`, are in memory already.
+    Numbers of blocks and states in the options are taken unchanged. The weights, of `dtype`, are in memory already.
     """
     device = load_options.device
     cache = cache_config(
@@ -114,7 +115,7 @@ def blocks_that_fit(
 
 
 def _with_slots(recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
-    """Return the states' sizes with the number of slots, from the options or from the device's memory."""
+    """Return the sizes of states with the number of slots, from the options or from the device's memory."""
     append = load_options.max_drafts + 1
     recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
     slot_bytes, num_slots = recurrent.slot_bytes(dtype), load_options.num_state_slots

@@ -1,4 +1,4 @@
-"""Device memory of a model, which gives it back while it sleeps."""
+"""Device memory of a model, which the model frees while it sleeps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paged.models.step_graphs import StepGraphs
 
 
 class DeviceMemory:
-    """Weights, KV cache and graphs of a model. Tensors stay the same objects; their addresses change by a sleep.
+    """Weights, KV cache and graphs of a model. A sleep keeps the tensor objects, but changes their addresses.
 
     On a CPU, weights that are rounded or unpacked for its products (`CpuProducts`) stay.
 
-    level: 0 while the model can run; asleep, 1 if the weights are in host memory, 2 if they are dropped.
+    level: 0 while the model can run. Asleep: 1 if the weights are in host memory, 2 if they are dropped.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class DeviceMemory:
         self._was_captured = False
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self._host: list[torch.Tensor] = []
-        network.bind(kv_manager, num_positions)
+        network.set_caches(kv_manager, num_positions)
 
     def check_awake(self) -> None:
         """Raise ModelAsleepError if the model sleeps."""
@@ -37,7 +37,7 @@ class DeviceMemory:
             raise ModelAsleepError(f"the model sleeps at level {self.level}; call {method} first")
 
     def sleep(self, level: int) -> None:
-        """Give the memory back; no sequence may be live."""
+        """Free the memory; no sequence may be live."""
         on_host = _is_on_host(self._network.embed_tokens)
         freed: list[tuple[torch.UntypedStorage, int]] = []
         if level == 2 or not on_host:  # at level 1, weights stay in host memory
@@ -62,7 +62,7 @@ class DeviceMemory:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Take the memory again, with the weights after level 1; if there is too little, take none."""
+        """Allocate the memory again, and copy the weights back after level 1; if memory is short, allocate none."""
         try:
             for storage, size in self._freed:
                 storage.resize_(size)
@@ -76,10 +76,10 @@ class DeviceMemory:
         self._freed, self._host = [], []
 
     def resume(self) -> None:
-        """Bind what holds addresses anew, and run again."""
+        """Renew everything that holds addresses, so that the model can run."""
         if self._network.embed_tokens.is_cpu:
-            move_to_huge_pages(self._network.weight_tensors())  # new memory after level 2
-        self._network.bind(self._kv_manager, self._num_positions)
+            move_to_huge_pages(self._network.weight_tensors())  # after level 2, weights have new memory, in small pages
+        self._network.set_caches(self._kv_manager, self._num_positions)
         if self._was_captured:
             self._graphs.capture()
         self.level = 0
@@ -94,7 +94,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _drop_packed(network: Network) -> None:
-    """Replace weights in a CPU's order, which have no storage, by empty ones of that kind."""
+    """Replace weights in a CPU's order, which have no storage to free, by empty weights of the same kind."""
     for module in network.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.is_mkldnn:

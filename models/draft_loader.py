@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.families.config_keys import refuse_unread
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
@@ -22,7 +22,7 @@ from paged.models.loading.weights import StoredTensors, Track, check_weights, lo
 from paged.models.network_loader import text_tensors, with_stored_layout
 from paged.models.quantization.read import without_zero_biases
 
-# The option `draft` for the head in the target's own checkpoint.
+# Value of the option `draft` for the head in the target's own checkpoint.
 MTP = Path("mtp")
 _EAGLE3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
@@ -31,16 +31,16 @@ def is_eagle3(folder: Path) -> bool:
     """Return whether a folder's config.json names an EAGLE-3 head, not a model.
 
     Raises:
-        CheckpointError: there is none, or it is malformed.
+        CheckpointError: config.json is missing or malformed.
     """
     return not {*_EAGLE3}.isdisjoint(HfConfig.read(folder).items("architectures", str))
 
 
 def multi_token_prefix(config: DecoderConfig) -> str:
-    """Return how the names of a model's multi-token head begin.
+    """Return the prefix of the names of a model's multi-token head.
 
     Raises:
-        UnsupportedError: none is known for this model type.
+        UnsupportedError: no prefix is known for this model type.
     """
     names = MULTI_TOKEN_HEADS.get(config.model_type)
     if names is None:
@@ -52,11 +52,11 @@ def multi_token_prefix(config: DecoderConfig) -> str:
 def load_draft_head(
     draft: Path, target: Network, folder: Path, dtype: torch.dtype, device: torch.device, track: Track = untracked
 ) -> DraftHead:
-    """Load a draft head: "mtp" for that of the target's own `folder`, or the folder of an EAGLE-3 head.
+    """Load a draft head: with "mtp" the head in the target's own `folder`, or the EAGLE-3 head in its own folder.
 
     Raises:
-        CheckpointError: a tensor is missing, unexpected or misshapen, or the head's sizes are not the target's.
-        UnsupportedError: there is no such head for this architecture, or an option of it is not supported.
+        CheckpointError: a tensor is missing, unexpected or misshapen, or the head's sizes differ from the target's.
+        UnsupportedError: this architecture has no such head, or an option of the head is not supported.
     """
     with torch.device("meta"):
         if draft == MTP:
@@ -65,12 +65,12 @@ def load_draft_head(
             folder = draft
             head, stored = _eagle3_head(target, folder)
         set_dtype(head, dtype)
-    slots = head.weight_slots()
-    stored = without_zero_biases(stored, slots)
+    destinations = head.destinations()
+    stored = without_zero_biases(stored, destinations)
     stored = {name: tensor for name, tensor in stored.items() if not is_kv_scale(name)}
-    check_weights(stored, slots, tied_head=False, folder=folder)
+    check_weights(stored, destinations, tied_head=False, folder=folder)
     head._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
-    load_weights(stored, head.weight_slots(), track=track)
+    load_weights(stored, head.destinations(), track=track)
     if head.offsets is not None:
         tokens = torch.arange(len(head.offsets)) + head.offsets.cpu()
         if tokens.min() < 0 or tokens.max() >= head.vocab_size or len(tokens.unique()) < len(tokens):
@@ -105,6 +105,10 @@ def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredT
 
 def _eagle3_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
     hf = HfConfig.read(folder)
+    if target.config.snapshot_period or target.config.streams is not None:
+        raise UnsupportedError(
+            f"{hf.source}: a head of a {target.config.model_type} with several rows of residual stream, expected one"
+        )
     hf.defaults = DEFAULTS[Llama.model_type]
     names = hf.items("architectures", str)
     if not is_eagle3(folder):
@@ -141,10 +145,10 @@ def _eagle3_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensor
 
 
 def _taps(hf: HfConfig, target: DecoderConfig) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads, as in vLLM: those that it names, or three by default.
+    """Return the layers whose inputs the head reads, as in vLLM: the layers that it names, or three by default.
 
     Raises:
-        CheckpointError: there are no such layers.
+        CheckpointError: the target lacks such a layer.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     count = target.num_layers
@@ -159,7 +163,7 @@ def _taps(hf: HfConfig, target: DecoderConfig) -> tuple[int, ...]:
 
 
 def _share_copies(head: DraftHead, stored: StoredTensors, embedding: str, lm_head: str) -> None:
-    """Let a head read the target's embedding and LM head if it has none of its own."""
+    """Let a head without an embedding or LM head of its own read the target's."""
     if embedding not in stored:
         head.embed_tokens = None
     if lm_head and lm_head not in stored:

@@ -1,4 +1,4 @@
-"""A draft head beside its target: keys and values of the same tokens in the same blocks, and steps that draft."""
+"""Steps of a draft head beside its target: it stores keys and values in the target's blocks, and drafts tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from paged.cache.groups import ROLLBACK_SLACK
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
-from paged.forward_step import ForwardStep
-from paged.kernels.common.attention.plan import AttentionPlan
-from paged.metadata import OutputRows, make_host_metadata
+from paged.kernels.attention.plan import AttentionPlan
 from paged.models.layers.draft_head import DraftHead
-from paged.staging import to_device
+from paged.step.metadata import OutputRows
+from paged.step.staging import to_device
+from paged.step.step import Step
 
 
 class _Kept(NamedTuple):
-    """Features of a sequence's newest tokens: those of position `start` in row `row` of `features`, and so on."""
+    """Features of a sequence's newest tokens, of positions `start` to `end`; `row` of `features` holds the first."""
 
     features: torch.Tensor
     row: int
@@ -31,14 +31,14 @@ class _Kept(NamedTuple):
 
 
 class DraftSteps:
-    """Runs a draft head over what the target runs.
+    """Runs a draft head on the sequences of its target.
 
-    Every step of the target also writes the head's keys and values of its tokens, from the target's hidden states of
-    the same step: `follow`. `drafting` then runs the head on from a sequence's end. What that writes lies beyond the
-    sequence's length, and the target's next step replaces it.
+    After every step of the target, `follow` writes the head's keys and values of the same tokens, from the target's
+    hidden states. `drafting` then runs the head beyond a sequence's end. The drafts' keys and values lie beyond the
+    sequence's length, and the target's next step replaces them.
 
-    A token's features are needed with the token after it. So the last ones are kept for each sequence: as many as a
-    rollback of rejected drafts can go back.
+    A token's features are needed when the next token runs. So the newest features of each sequence are kept: as many as
+    rejected drafts can roll back.
     """
 
     def __init__(
@@ -49,23 +49,24 @@ class DraftSteps:
         self._kept: WeakKeyDictionary[KvCacheHandle, _Kept] = WeakKeyDictionary()
         manager.on_fork = self._fork
 
-    def follow(self, step: ForwardStep, features: torch.Tensor) -> None:
-        """Write keys and values of a step's tokens, and keep the last features, [num_tokens, hidden_size]."""
-        metadata, offsets = step.metadata, step.host.cu_seqlens_q.astype(np.int64)
+    def follow(self, step: Step, features: torch.Tensor) -> None:
+        """Write keys and values of a step's tokens, and keep the newest features, [num_tokens, hidden_size]."""
+        metadata, offsets = step.metadata, step.cu_seqlens_q.astype(np.int64)
         firsts, ends = offsets[:-1], offsets[1:]
-        starts = step.host.positions[firsts]
+        starts = step.positions[firsts]
         before, is_known = self._before(step.handles, starts, features)
-        # A cached prefix ends with a block whose last token runs again for its features. The head's K/V are there.
+        # After a cached prefix, the last token of a block runs again, because the head needs its features. Do not write
+        # the head's K/V of this token again: the cached block holds them.
         is_repeated = ~is_known & ((starts + 1) % self._manager.config.block_size == 0)
         if is_repeated.any():
             (rows,) = to_device((firsts[is_repeated],), step.device)
             metadata = metadata.without_slots(rows)
-        if len(features) == len(firsts):  # one token each
+        if len(features) == len(firsts):  # one token for each sequence
             previous = before
         else:
             previous = features.roll(1, 0).index_copy_(0, to_device((firsts,), step.device)[0], before)
         none = torch.zeros_like(metadata.cu_seqlens_q)
-        plan = AttentionPlan(none, metadata.seq_lens, max_seqlen_q=0, max_seqlen_k=step.host.max_seqlen_k)
+        plan = AttentionPlan(none, metadata.seq_lens, max_seqlen_q=0, max_seqlen_k=step.max_seqlen_k)
         no_rows = OutputRows(step.sample_rows[:0], none, 0, plan)
         self._head(step.input_ids, previous, metadata, no_rows)
         sizes = np.minimum(ends - firsts, ROLLBACK_SLACK)
@@ -87,19 +88,20 @@ class DraftSteps:
 
     @contextmanager
     def drafting(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> Iterator[DraftRun]:
-        """Reserve capacity for `counts` drafts of sequences that can draft; it is given back in the end.
+        """Reserve capacity for `counts` drafts of sequences that can draft; free it at the end.
 
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
         """
         lengths = np.array([handle.num_tokens for handle in handles], np.int64)
-        reservation, host = self._manager.reserve_step(list(handles), list(counts))
+        step = Step(handles, counts)
+        self._manager.reserve_for(step)
         try:
             features, _ = self._before(handles, lengths, None)
             with self._computing():
-                yield DraftRun(self._head, features, lengths, host.block_tables, self._manager)
+                yield DraftRun(self._head, features, lengths, step.block_tables, self._manager)
         finally:
-            reservation.rollback()
+            step.rollback()
 
     def _fork(self, source: KvCacheHandle, target: KvCacheHandle) -> None:
         if source in self._kept:
@@ -110,7 +112,7 @@ class DraftSteps:
     ) -> tuple[torch.Tensor, NDArray[np.bool_]]:
         """Return the features of the token before each position, [n, hidden_size], and whether they are known.
 
-        Unknown ones are 0.
+        Unknown features are 0.
         """
         sources: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
         for place, (handle, start) in enumerate(zip(handles, starts.tolist(), strict=True)):
@@ -131,7 +133,7 @@ class DraftSteps:
 
 
 class DraftRun:
-    """The head's steps from the ends of sequences on, one token of each at a time."""
+    """The head's steps beyond the ends of sequences, one token of each sequence at a time."""
 
     def __init__(
         self,
@@ -147,12 +149,13 @@ class DraftRun:
     def logits(self, sequences: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
         """Run the next token of some sequences, int64 [n]; return the logits of the drafts after them, float32 [n, V].
 
-        sequences: indices, each time all or a part of those before.
+        sequences: indices of sequences; a call may only take sequences that the previous call took.
         """
         lengths = self._lengths[[*sequences]] + self._num_steps
-        host = make_host_metadata(lengths, None, self._tables[:, [*sequences]], self._block_size)
-        rows, *tensors = to_device((np.array(sequences, np.int64), *host.arrays), self._device)
-        hidden, features = self._head(token_ids.clamp(min=0), self._features[rows], host.over(tensors))
+        step = Step()
+        step.place(lengths, None, self._tables[:, [*sequences]], self._block_size)
+        rows, *tensors = to_device((np.array(sequences, np.int64), *step.arrays), self._device)
+        hidden, features = self._head(token_ids.clamp(min=0), self._features[rows], step.over(tensors))
         self._features = self._features.index_copy(0, rows, features)
         self._num_steps += 1
         return self._head.logits(hidden)

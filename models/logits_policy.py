@@ -1,56 +1,63 @@
-"""From logits to the answer that each item's policy asks for."""
+"""Turn logits into the answer that each item's policy asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import DrawToken, GreedyArgmax, LogitsPolicy, UnifiedBatch, VerifyLogits
-from paged.kernels.common.checks import check_tensor
+from paged.kernels.core.checks import check_tensor
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
-from paged.kernels.sampling.sample_tokens import sample_tokens
-from paged.staging import to_device
+from paged.kernels.sampling.sample_tokens import FILTERS, filter_columns, sample_tokens
+from paged.step.batch import DrawToken, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
+from paged.step.staging import to_device
 
-# More than any vocabulary's size.
-_ALL = int(np.iinfo(np.int64).max)
+Rows = torch.Tensor | list[torch.Tensor]
+"""Answers of a step's wanted rows: logits [num_rows, V] or tokens int64 [num_rows], or one tensor for each row."""
 
 
 class Draws(NamedTuple):
-    """Arguments of `sample_tokens`, with its shapes and dtypes, for rows that only need tokens."""
+    """Arguments of `sample_tokens` for rows that only need tokens.
+
+    Attributes:
+        keys: int64 [n, 2].
+        temperature: float32 [n].
+        filters: numbers of FILTERS, float64 [num_filters, n].
+    """
 
     keys: NDArray[np.int64]
     temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
+    filters: NDArray[np.float64]
 
     @classmethod
     def of(cls, rows: Sequence[DrawToken]) -> Draws:
         """Return the draws of the policies."""
+        filters = [[kind.number(getattr(row, name)) for row in rows] for name, kind in FILTERS.items()]
         return cls(
             np.array([row.key for row in rows], np.int64).reshape(-1, 2),
             np.array([row.temperature for row in rows], np.float32),
-            np.array([row.top_k or _ALL for row in rows], np.int64),
-            np.array([row.top_p for row in rows], np.float32),
-            np.array([row.min_p for row in rows], np.float32),
+            np.array(filters, np.float64),
         )
 
     @property
     def num_candidates(self) -> int:
-        """Number of best tokens that decide a row's filters; 0 without filters."""
-        needed = np.where(self.top_k < _ALL, self.top_k, np.where(self.top_p < 1, _ALL, self.min_p > 0))
+        """Number of best tokens that decide a row's filters, the largest of all rows; 0 without filters."""
+        needed: NDArray[Any] = np.zeros(len(self.temperature))
+        for kind, numbers in zip(reversed(FILTERS.values()), self.filters[::-1], strict=True):
+            num_best = numbers if kind.num_best is None else kind.num_best
+            needed = np.where(numbers == kind.keeps_all, needed, num_best)  # the first filter decides
         return int(needed[self.temperature > 0].max(initial=0))
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a token for each row of logits [n, V], int64 [n]."""
-        keys, temperature, top_k, top_p, min_p = to_device(self, logits.device)
+        keys, temperature, filters = to_device(self, logits.device)
         if not self.num_candidates:
             return sample_tokens(logits, keys, temperature)
-        return sample_tokens(logits, keys, temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        columns: dict[str, Any] = filter_columns(filters)
+        return sample_tokens(logits, keys, temperature, **columns)
 
 
 def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
@@ -65,38 +72,36 @@ def draws_of(policies: Sequence[LogitsPolicy]) -> Draws | None:
     return Draws.of(draws)
 
 
-def answer_batch(logits: torch.Tensor, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
-    """Return one answer for each item, from the logits of the wanted rows; None if its chunk is not final."""
-    if batch.is_stacked and batch.columns.wants_logits:
-        return logits
-    final = [item for item in batch.items if item.is_final_chunk]
-    policies = [item.logits_policy for item in final]
-    if VerifyLogits not in set(map(type, policies)):
-        return by_item(apply_policies(logits, policies), batch)
-    answers: list[torch.Tensor] = []
+def answers_of(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> Rows:
+    """Return the answer that each policy asks for, from a row of `logits` [n, V] each; tokens alone as one tensor.
+
+    Raises the errors of `apply_policies`.
+    """
+    drawn = [policy for policy in policies if isinstance(policy, DrawToken)]
+    if len(drawn) == len(policies):
+        return Draws.of(drawn).choose(logits)
+    return apply_policies(logits, policies)
+
+
+def by_item(items: Sequence[UnifiedBatchItem], rows: Rows) -> list[torch.Tensor | None]:
+    """Return each item's answer, None if its chunk is not final. rows: answers of the wanted rows, in order."""
+    answers: list[torch.Tensor | None] = []
     start = 0
-    for item in final:
-        if isinstance(item.logits_policy, VerifyLogits):
-            end = start + len(item.q_tokens)
-            answers.append(logits[start:end])
+    for item in items:
+        if not item.is_final_chunk:
+            answers.append(None)
+        elif isinstance(item.logits_policy, VerifyLogits):
+            verified = rows[start : start + len(item.q_tokens)]
+            start += len(item.q_tokens)
+            answers.append(verified if isinstance(verified, torch.Tensor) else torch.stack(verified))
         else:
-            end = start + 1
-            answers += apply_policies(logits[start:end], [item.logits_policy])
-        start = end
-    return by_item(answers, batch)
-
-
-def by_item(answers: Iterable[torch.Tensor], batch: UnifiedBatch) -> list[torch.Tensor | None]:
-    """Return for each item of a batch its answer, None if its chunk is not final. answers: of the final chunks."""
-    remaining = iter(answers)
-    answers_of_items: list[torch.Tensor | None] = []
-    for item in batch.items:
-        answers_of_items.append(next(remaining) if item.is_final_chunk else None)
-    return answers_of_items
+            answers.append(rows[start])
+            start += 1
+    return answers
 
 
 def apply_policies(logits: torch.Tensor, policies: Sequence[LogitsPolicy]) -> list[torch.Tensor]:
-    """Return for each policy its row of `logits` [n, V], or its token; policies of a kind run in one call.
+    """Return for each policy its row of `logits` [n, V], or its token; all policies of a kind run in one call.
 
     Raises:
         InvalidInputError: a token mask or repetition penalty has a wrong shape or value.

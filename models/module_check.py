@@ -10,32 +10,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import PagedError, UnsupportedError
 from paged.models.cache_sizes import cache_config
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.network import ModuleNetwork
-from paged.models.generic.split import plan_of
+from paged.models.generic.split import tp_styles_of
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import Ranks
+from paged.step.batch import UnifiedBatchItem, VerifyLogits
 from paged.tools.printable import one_line
 
-# Two prompts in one batch, whole and in chunks of unequal sizes, the last of one token: a decode step.
+# Lengths of two prompts in one batch, and unequal chunks of both. The last chunk is one token, like a decode step.
 _LENGTHS = (23, 14)
 _CHUNKS = ((9, 7), (8, 6), (5, 0), (1, 1))
 _BLOCK_SIZE, _NUM_BLOCKS = 16, 16
-# float32 on a CPU differs by up to 1e-5 of the largest logit; one token that sees one key too few, by 1e-2 or more.
+# Largest accepted difference of logits: well above rounding in float32, and well below the effect of one missing key.
+# See models/limits.md.
 _TOLERANCE = 2e-4
-# Above this, a copy in float32 has only the first layers, of every kind there is.
+# Largest module, in bytes, that is copied completely. A larger one is copied with its first layers alone, at least one
+# of every kind.
 _COPIED_BYTES = 256 << 20
 
 
 def check_module(config: ModuleConfig, module: Any, device: torch.device, ranks: Ranks) -> None:
-    """Run two prompts on a copy in float32, and compare; all ranks call it, and rank 0 compares.
+    """Run two prompts on a float32 copy, and compare. All ranks call it; rank 0 compares.
 
     Raises:
-        UnsupportedError: logits differ; the message says whether whole prompts do or only chunks.
+        UnsupportedError: logits differ; the message says whether already whole prompts differ, or only chunks.
     """
     config, copy = _float32_copy(config, module)
     copy.to(device)
@@ -48,21 +50,21 @@ def check_module(config: ModuleConfig, module: Any, device: torch.device, ranks:
             network = ModuleNetwork(config, ranks.share, copy, device)
             network.join(ranks)
             model = _paged_model(network)
-            model.network.pack()  # no code may need weights in their order
+            model.network.pack()  # the runs below then fail if other code reads a packed weight
             unchunked = _run(model, prompts, [_LENGTHS])
             chunked = _run(model, prompts, _CHUNKS)
     except PagedError:
         raise
-    except Exception as error:  # from transformers' code, of any type
+    except Exception as error:  # transformers' code raises any type
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise UnsupportedError(f"transformers' {name} fails with a paged cache: {reason}") from error
     if ranks.rank:
         return
     for kind, results in {"whole prompts": unchunked, "prompts in chunks": chunked}.items():
-        for logits, reference in zip(results, expected, strict=True):
-            reference = reference[:, : logits.shape[1]]
-            largest = reference.abs().max().item()
-            difference = (logits - reference).abs().max().item()
+        for logits, all_logits in zip(results, expected, strict=True):
+            expected_logits = all_logits[:, : logits.shape[1]]
+            largest = expected_logits.abs().max().item()
+            difference = (logits - expected_logits).abs().max().item()
             if not difference <= _TOLERANCE * largest:
                 raise UnsupportedError(
                     f"{kind} have other logits than without a cache, by {difference:.2g} where the largest is "
@@ -86,7 +88,7 @@ def _paged_model(network: ModuleNetwork) -> PagedCausalLM:
 def _run(
     model: PagedCausalLM, prompts: Sequence[torch.Tensor], chunks: Sequence[tuple[int, ...]]
 ) -> list[torch.Tensor]:
-    """Return the logits of every token of the prompts, which run in steps of these numbers of tokens."""
+    """Return the logits of every token of the prompts. chunks: numbers of tokens for each step, by prompt."""
     starts = [0] * len(prompts)
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for counts in chunks:
@@ -122,11 +124,11 @@ def _float32_copy(config: ModuleConfig, module: Any) -> tuple[ModuleConfig, Any]
     for name in ("attention", "places", "intermediate_size", "moe", "recurrent", "attends"):
         values = getattr(config, name)
         per_layer[name] = tuple(values[index] for index in kept)
-    return replace(config, plan=plan_of(copy), **per_layer), copy
+    return replace(config, tp_styles=tp_styles_of(copy), **per_layer), copy
 
 
 def _num_layers_of_all_kinds(config: ModuleConfig, layers: nn.ModuleList) -> int:
-    """Return the number of first layers that hold every kind of layer, two at least."""
+    """Return the number of first layers that include every kind of layer, at least two."""
     kinds = []
     for index, layer in enumerate(layers):
         attention = []

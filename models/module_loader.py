@@ -12,13 +12,13 @@ import torch
 import transformers
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import EXPERTS, PAGED
 from paged.models.generic.network import ModuleNetwork, drop_unused
 from paged.models.generic.own_attention import attention_of_text
+from paged.models.loading.files_read import note_file, stamp_of
 from paged.models.loading.kv_scales import is_kv_scale
-from paged.models.loading.read_record import record_file, stamp_of
 from paged.models.loading.weights import StoredTensors, read_headers
 from paged.models.module_check import check_module
 from paged.models.parallel.ranks import Ranks
@@ -38,12 +38,12 @@ def load_module_network(
 ) -> ModuleNetwork:
     """Return a network over transformers' module with the weights of a folder, after it has passed `check_module`.
 
-    With several ranks, each reads the whole module into host memory and takes its part to the device.
+    With several ranks, each rank reads the whole module into host memory and moves its part to the device.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, or has another shape; or a file cannot be read.
-        UnsupportedError: the module over a paged cache gives other logits than by itself; or the files hold scales of
-            an 8-bit cache, for such a cache.
+        UnsupportedError: the module gives other logits over a paged cache than without it; or the cache is 8-bit, and
+            the files hold scales for such a cache.
     """
     with ranks.apart():
         module = _load(config, folder, dtype, has_fp8_cache=has_fp8_cache)
@@ -57,7 +57,7 @@ def load_module_network(
 def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, has_fp8_cache: bool) -> Any:
     """Return transformers' module with the weights of a folder, in host memory."""
     stored = read_headers(folder)  # refuses an index that points outside of the folder
-    _record_files(folder)
+    _note_files(folder)
     with _quiet():
         try:
             module, report = config.model_class.from_pretrained(
@@ -70,7 +70,7 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, has_fp8_cac
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except Exception as error:  # from transformers' code, of any type
+        except Exception as error:  # transformers' code raises any type
             reason = one_line(f"{type(error).__name__}: {error}", 300)
             raise CheckpointError(f"{folder}: transformers cannot load it: {reason}") from error
     for kind in ("missing", "unexpected", "mismatched"):
@@ -90,20 +90,20 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, has_fp8_cac
     return module.eval().requires_grad_(False)
 
 
-def _record_files(folder: Path) -> None:
-    """Enter all files of the folder: which of them transformers reads depends on its version.
+def _note_files(folder: Path) -> None:
+    """Note all files of the folder, because the version of transformers decides which files it reads.
 
-    Sharded weights in folders below have been entered with their headers.
+    Reading headers has already noted sharded weights in subfolders.
     """
     for file in sorted(folder.iterdir()):
         if file.is_file():
-            record_file(file, stamp_of(file.stat()))
+            note_file(file, stamp_of(file.stat()))
 
 
 def _is_mask(name: str, stored: StoredTensors) -> bool:
-    """Return whether an unexpected tensor is a causal mask or its number, which older versions stored as buffers.
+    """Return whether an unexpected tensor is a causal mask or its fill value, which older versions stored as buffers.
 
-    GPT-Neo, GPT-J, CodeGen and GPTBigCode were published with them.
+    Published files of GPT-Neo, GPT-J, CodeGen and GPTBigCode have them.
     """
     if name not in stored:
         return False
@@ -114,7 +114,7 @@ def _is_mask(name: str, stored: StoredTensors) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Load without transformers' bars and messages."""
+    """Load without transformers' progress bars and messages."""
     log = transformers.utils.logging
     level, has_bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

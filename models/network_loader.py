@@ -1,4 +1,4 @@
-"""Build a network with weights from a checkpoint's configuration and headers."""
+"""Build a network from a checkpoint's configuration and headers, and load its weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import cast
 import torch
 
 from paged.errors import CheckpointError, PagedError, UnsupportedError
-from paged.kernels.common.packed.packing import FP8_BLOCK
+from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.recurrent_config import GatedDeltaConfig, RecurrentConfig
+from paged.models.layers.recurrent_config import GatedDeltaConfig, KimiDeltaConfig, RecurrentConfig
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.kv_scales import load_kv_scales, split_kv_scales
 from paged.models.loading.text_prefix import BESIDE_BODY, TextPrefix, find_text_prefix
@@ -67,7 +67,7 @@ def load_network(
     Raises:
         CheckpointError: a tensor is missing, unexpected, stored twice, or has another shape or dtype; or a file is
             missing, unreadable, truncated or outside of the folder.
-        UnsupportedError: the network cannot be spread over this number of ranks.
+        UnsupportedError: the network cannot be split over this number of ranks.
     """
     share = ranks.share
     headers = read_headers(folder)
@@ -79,17 +79,17 @@ def load_network(
     config = replace(with_stored_layout(config, stored), quantization=as_stored(config.quantization, stored))
     _check_counts(stored, config, place)
     if config.tie_word_embeddings and _has_head_of_its_own(stored):
-        config = replace(config, tie_word_embeddings=False)  # the weights decide, as in transformers
+        config = replace(config, tie_word_embeddings=False)  # stored weights decide, as in transformers
     full_network = meta_network(network_class, config, dtype)
-    stored = without_zero_biases(stored, full_network.weight_slots())
-    check_weights(stored, full_network.weight_slots(), tied_head=config.tie_word_embeddings, folder=place)
+    stored = without_zero_biases(stored, full_network.destinations())
+    check_weights(stored, full_network.destinations(), tied_head=config.tie_word_embeddings, folder=place)
     network, parts = rank_network(full_network, config, dtype, share)
-    # Like to_empty, but its empty_like of a meta tensor imports sympy, which takes 0.25 s.
+    # Like `to_empty`, whose `empty_like` of a meta tensor would import sympy for 0.25 s.
     network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
     network.join(ranks)
     if network is not full_network:
         network.num_weights = num_weights(full_network)
-    load_weights(stored, network.weight_slots(), parts, track, ranks.tick)
+    load_weights(stored, network.destinations(), parts, track, ranks.tick)
     if has_fp8_cache:
         num_kv_heads = [attention.num_kv_heads for attention in config.attention]
         scales = load_kv_scales(kv_scales, num_kv_heads, _filled_caches(config), device)
@@ -113,8 +113,8 @@ def _filled_caches(config: DecoderConfig) -> list[str]:
 def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderConfig:
     """Return the configuration with the layout of these tensors, by the family's names (see `text_name`).
 
-    Each layer's experts are separate or stacked; those with biases are always stacked. Convolutions of q, k and v are
-    three tensors or one. Without tensors, the layout is the published one.
+    Each layer's experts are separate or stacked; experts with biases are always stacked. Convolutions of q, k and v are
+    three tensors or one. Decay rates have one dimension or four. Without tensors, the layout is the published one.
     """
     shapes: dict[int, list[int]] = {}
     for match in filter(None, map(_STACKED.fullmatch, stored)):
@@ -130,7 +130,14 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
         moes.append(moe)
     splits_conv = not any(map(_WHOLE_CONV.fullmatch, stored))
     recurrent: list[RecurrentConfig | None] = []
-    for recurrent_layer in config.recurrent:
+    for layer, recurrent_layer in enumerate(config.recurrent):
+        prefix = f"model.layers.{layer}.{config.recurrent_name}"
+        if isinstance(recurrent_layer, KimiDeltaConfig) and f"{prefix}.A_log" in stored:
+            recurrent_layer = replace(
+                recurrent_layer,
+                splits_conv=f"{prefix}.conv1d.weight" not in stored,
+                wide_rates=len(stored[f"{prefix}.A_log"].shape) == 4,
+            )
         if isinstance(recurrent_layer, GatedDeltaConfig) and recurrent_layer.splits_qkv:
             recurrent_layer = replace(recurrent_layer, splits_conv=splits_conv)
         recurrent.append(recurrent_layer)
@@ -141,7 +148,7 @@ def text_prefix(network_class: type[Network], config: DecoderConfig, stored: Ite
     """Return where a checkpoint with tensors of these names keeps the text model.
 
     Raises:
-        CheckpointError: there are two such places.
+        CheckpointError: the text model could stand in two places.
     """
     rename = partial(_rename, network_class)
     # Most checkpoints hold a text model alone.
@@ -156,7 +163,7 @@ def text_prefix(network_class: type[Network], config: DecoderConfig, stored: Ite
         attends=config.attends[:1],
         quantization=None,
     )
-    return find_text_prefix(stored, meta_network(network_class, first_layer, config.dtype).weight_slots(), rename)
+    return find_text_prefix(stored, meta_network(network_class, first_layer, config.dtype).destinations(), rename)
 
 
 def text_name(network_class: type[Network], config: DecoderConfig, prefix: TextPrefix, name: str) -> str | None:
@@ -171,9 +178,10 @@ def text_name(network_class: type[Network], config: DecoderConfig, prefix: TextP
 
 
 def _is_beside_layers(name: str) -> bool:
-    """Return whether a tensor is of another part, in a checkpoint whose text model has no prefix of its own.
+    """Return whether a tensor is outside of the text model, in a checkpoint without a prefix for the text model.
 
-    DeepSeek-OCR keeps its towers beside `model.layers`. A text model's own modules there have no modules inside.
+    DeepSeek-OCR keeps its vision towers beside `model.layers`. They contain modules; the text model's parts there do
+    not.
     """
     return not name.startswith(("model.layers.", *BESIDE_BODY)) and not _BODY_MODULE.fullmatch(name)
 
@@ -198,7 +206,7 @@ def _rename(network_class: type[Network], name: str) -> str:
 def meta_network(
     network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share | None = None
 ) -> Network:
-    """Return a network without memory; with a share, one rank's part.
+    """Return a network without memory; with a share, one rank's part of it.
 
     Raises:
         CheckpointError: a weight is too large, or its size is not a multiple of groups or words.
@@ -221,7 +229,7 @@ def rank_network(
     """Return a rank's network without memory, and the parts of tensors that it reads.
 
     Raises:
-        UnsupportedError: it cannot be spread over this number of ranks.
+        UnsupportedError: the network cannot be split over this number of ranks.
     """
     if share.size == 1:
         return full_network, {}
@@ -238,7 +246,7 @@ def rank_network(
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")
             if layout.has_order and module.in_features != packed.in_features:
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} has reordered columns")
-    return network, share.parts(config, full_network.weight_slots(), network.weight_slots())
+    return network, share.parts(config, full_network.destinations(), network.destinations())
 
 
 def _tensors_of(
@@ -251,8 +259,8 @@ def _tensors_of(
 ) -> StoredTensors:
     """Return the tensors that the network uses, by the family's names.
 
-    Left out are other parts of multimodal models, layers that predict tokens further ahead, and keys and values of
-    layers that read another layer's.
+    The network uses no other parts of a multimodal model, no layers that predict tokens further ahead, and no keys and
+    values of layers that read another layer's.
 
     Raises:
         CheckpointError: two tensors have one name.
@@ -283,11 +291,14 @@ def _tensors_of(
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor belongs to a multi-token-prediction layer, or to unused keys and values."""
+    """Return whether a tensor belongs to a multi-token layer, to unused keys and values, or to an unused indexer."""
     match = _LAYER.match(name)
     if match is None:
-        return name.startswith(("model.mtp_", "mtp."))  # ERNIE 4.5, MiMo and Qwen keep such layers apart
+        return name.startswith(("model.mtp_", "mtp."))  # ERNIE 4.5, MiMo and Qwen store multi-token layers apart
     layer = int(match[1])
+    if layer < config.num_layers and ".self_attn.indexer." in name:
+        latent = config.attention[layer].latent
+        return latent is not None and latent.skips_indexer
     if layer >= config.num_layers:
         return layer < config.num_layers + config.num_mtp_layers
     return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,13 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from paged.batch import UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
-from paged.forward_step import ForwardStep, forward_step, validate_items
-from paged.kernels.common.compilation import compile_all
-from paged.kernels.common.device import LOOP_DTYPES, use_triton
-from paged.kernels.common.torch_ops.linear import bound_products
+from paged.kernels.core.device import NUMBA_DTYPES, use_triton
+from paged.kernels.core.launch import compile_all
+from paged.kernels.cpu.products import limit_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.models.device_memory import DeviceMemory
 from paged.models.draft_steps import DraftSteps
@@ -27,33 +25,36 @@ from paged.models.families.network import Network
 from paged.models.layers.sparse_moe import SparseMoe, capture_experts
 from paged.models.loading.huge_pages import move_to_huge_pages
 from paged.models.loading.weights import Track, num_weights, untracked
-from paged.models.logits_policy import Draws, answer_batch, by_item, draws_of
+from paged.models.logits_policy import Draws, Rows, answers_of, by_item, draws_of
 from paged.models.lora.adapters import LoraAdapters
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.quantization.packed_weights import CpuProducts
 from paged.models.step_graphs import GraphShape, StepGraphs, graph_sizes
-from paged.models.warmup import keep_freed_memory, load_loops, run_adapted_steps, run_steps
+from paged.models.warmup import keep_freed_memory, load_numba_kernels, measure_products, run_adapted_steps, run_steps
 from paged.prompt_embeds import EmbedsLimits
 from paged.seq_id import SeqId
-from paged.staging import to_device
-from paged.step_embeds import check_embeds
+from paged.step.batch import UnifiedBatchItem, VerifyLogits
+from paged.step.batch_step import step_of, validate_items
+from paged.step.embeds import check_embeds
+from paged.step.staging import to_device
+from paged.step.step import Step
 
-# Wraps a step so that the other ranks run it too. Arguments: the step, its rows' adapters, and its draws.
-Lead = Callable[[ForwardStep, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
+# Makes the other ranks run a step too. Arguments: the step, the adapters of its rows, and its draws.
+Lead = Callable[[Step, NDArray[np.int32] | None, Draws | None], AbstractContextManager[None]]
 
 
 class PagedCausalLM(DecoderOnlyLLM):
-    """A network and the KV caches of its sequences, in one manager, by cache_id.
+    """A network and the KV caches of its sequences, in one manager, by id.
 
-    If a forward fails, every sequence is rolled back; one that began with it is gone. Logits are float32, on the
-    network's device.
+    If a forward fails, every sequence is rolled back; a sequence that began with it is removed. Logits are float32, on
+    the network's device.
 
     Attributes:
-        memory: weights, cache and graphs on the device, which `DeviceMemory.sleep` gives back.
-        lead: wraps each step if other ranks run it too; None on one rank.
-        drafts: steps of the network's draft head; None without one.
+        memory: weights, cache and graphs on the device; `DeviceMemory.sleep` frees them.
+        lead: wraps each step so that other ranks run it too; None on one rank.
+        drafts: steps of the network's draft head; None without a draft head.
         num_graph_replays: number of forwards that ran as one of `graphs`.
-        num_positions: positions that the layers have rotations for.
+        num_positions: number of positions that the layers have rotations for.
 
     Raises, in every method that runs tokens:
         ModelAsleepError: the model sleeps.
@@ -90,7 +91,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             vocab_size=network.config.vocab_size,
             max_seq_len=max_seq_len,
         )
-        # Only positions that the cache can hold: for 10 million positions of a small model the table takes 2.5 GB.
+        # Rotary tables cover only positions that the cache can hold: for a model's longest sequence they may take GBs.
         self.num_positions = min(max_seq_len, kv_manager.config.longest_sequence or max_seq_len)
         cache = kv_manager.config
         num_blocks = cache.num_blocks // len(cache.tables)
@@ -121,7 +122,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return self.network.num_weights or num_weights(self.network)
 
     def parameter_bytes(self) -> int:
-        """Return the device memory of this rank's weights, packed ones with their scales."""
+        """Return the device memory of this rank's weights, with the scales of packed weights."""
         num_bytes = sum(parameter.nbytes for parameter in self.network.parameters())
         for module in self.network.modules():
             if isinstance(module, CpuProducts):
@@ -131,7 +132,7 @@ class PagedCausalLM(DecoderOnlyLLM):
     def step_bytes(self, num_tokens: int) -> int:
         """Return the bytes of weights that a step of `num_tokens` reads.
 
-        An embedding counts if it is also the head, and experts if evenly spread tokens reach them.
+        An embedding counts if it is also the head, and an expert if evenly spread tokens reach it.
         """
         num_bytes = self.parameter_bytes()
         if self.network.lm_head is not None:
@@ -160,61 +161,59 @@ class PagedCausalLM(DecoderOnlyLLM):
     def unified_forward(self, items: Sequence[UnifiedBatchItem]) -> list[torch.Tensor | None]:
         if len(items) == 0:
             return []
-        answers = self.run_batch(UnifiedBatch(items))
-        assert isinstance(answers, list)
-        return answers
+        with self._begun(items) as step:
+            return by_item(items, self.run(step))
 
-    def run_batch(self, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
-        """Check a batch that is not empty, and run it as `unified_decode` of an executor does."""
+    @contextmanager
+    def _begun(self, items: Sequence[UnifiedBatchItem]) -> Iterator[Step]:
+        """Check items; yield their step, which is committed at the end, and rolled back after an error."""
         self.memory.check_awake()
-        self._check(batch)
-        with torch.no_grad():
-            return self.run_checked(batch)
+        self._check(items)
+        with torch.no_grad(), step_of(self.kv_manager, items) as step:
+            yield step
 
-    def run_checked(self, batch: UnifiedBatch) -> list[torch.Tensor | None] | torch.Tensor:
-        """Run a batch whose items are valid; the caller has switched gradients off."""
+    def run(self, step: Step) -> Rows:
+        """Run a step; return the answers of its wanted rows. The caller has switched gradients off, and commits."""
         if self.memory.level:
             self.memory.check_awake()
-        with forward_step(self.kv_manager, batch) as step:
-            row_slots = None
-            if self.adapters.loaded:
-                row_slots = self.adapters.row_slots(step.handles, step.counts)
-            shape = None
-            if self.graphs.are_captured:
-                shape = self.graphs.shape_of(step, is_adapted=row_slots is not None)
-            if self.ranks.size > 1:
-                answers = self._run_on_ranks(batch, step, shape, row_slots)
-            else:
-                answers = answer_batch(self.run_step(step, shape, row_slots), batch)
+        row_adapters = None
+        if self.adapters.loaded:
+            row_adapters = self.adapters.row_adapters(step.handles, step.counts)
+        shape = None
+        if self.graphs.are_captured:
+            shape = self.graphs.shape_of(step, is_adapted=row_adapters is not None)
+        if self.ranks.size > 1:
+            rows = self._run_on_ranks(step, shape, row_adapters)
+        else:
+            rows = self.run_step(step, shape, row_adapters)
+            if step.policies is not None:
+                rows = answers_of(rows, step.policies)
         self.num_graph_replays += shape is not None
-        if row_slots is not None:
+        if row_adapters is not None:
             self.adapters.count(step.handles, step.counts)
-        return answers
+        return rows
 
-    def _run_on_ranks(
-        self, batch: UnifiedBatch, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None
-    ) -> list[torch.Tensor | None] | torch.Tensor:
-        """Run a step on all ranks; return its answers on rank 0."""
+    def _run_on_ranks(self, step: Step, shape: GraphShape | None, row_adapters: NDArray[np.int32] | None) -> Rows:
+        """Run a step on all ranks; return the answers of its wanted rows on rank 0."""
         draws = None
         if not step.returns_hidden:
-            draws = self._draws_on_ranks(batch)
-        with nullcontext() if self.lead is None else self.lead(step, row_slots, draws):
-            rows = self.run_step(step, shape, row_slots)
+            draws = self._draws_on_ranks(step)
+        with nullcontext() if self.lead is None else self.lead(step, row_adapters, draws):
+            rows = self.run_step(step, shape, row_adapters)
             if draws is not None:
-                rows = self.draw(rows, draws)
-            elif not step.returns_hidden:
+                return self.draw(rows, draws)
+            if not step.returns_hidden:
                 rows = self.gather_logits(rows)
-        if draws is None:
-            return answer_batch(rows, batch)
-        if batch.is_stacked:
+        if step.policies is None:
             return rows
-        return by_item(rows, batch)
+        return answers_of(rows, step.policies)
 
     def _logits(self, items: Sequence[UnifiedBatchItem]) -> torch.Tensor:
         """Return the logits of the wanted rows of items, [num_rows, vocab_size]."""
-        logits = self.run_batch(UnifiedBatch(items, is_stacked=True))
-        assert isinstance(logits, torch.Tensor)
-        return logits
+        with self._begun(items) as step:
+            logits = self.run(step)
+            assert isinstance(logits, torch.Tensor)
+            return logits
 
     def prepare(self, track: Track = untracked) -> None:
         """Warm up: compile and launch every kernel that a step can need, and capture `graphs`; on a CPU, `pack` first.
@@ -224,26 +223,27 @@ class PagedCausalLM(DecoderOnlyLLM):
         self.memory.check_awake()
         self.graphs.clear()
         self.pack(track)
+        measure_products(self.network, self.dtype)
         self._launch_all(run_steps, track)
         if self.adapters.num_layers:
-            self.prepare_adapters(track)
+            self.warm_up_adapters(track)
         self.graphs.capture(self._track_graphs(track))
 
     def pack(self, track: Track = untracked) -> None:
-        """On a CPU, reorder the weights in place to multiply faster, and load numba kernels if numba is installed.
+        """On a CPU, reorder the weights in place for faster products, and load numba kernels if numba is installed.
 
-        The first time on a machine this takes seconds. torch.compile cannot trace a packed network.
+        The first call on a machine takes seconds. torch.compile cannot trace a packed network.
         """
-        bound_products()
+        limit_products()
         keep_freed_memory()
-        if self.device.type == "cpu" and self.dtype in LOOP_DTYPES and not use_triton(self.device):
-            load_loops(self.network, self.dtype, track)
+        if self.device.type == "cpu" and self.dtype in NUMBA_DTYPES and not use_triton(self.device):
+            load_numba_kernels(self.network, self.dtype, track)
         if self.device.type == "cpu":
             with self.network.computing():
                 self.network.pack(track)
             move_to_huge_pages(self.network.weight_tensors())
 
-    def prepare_adapters(self, track: Track = untracked) -> None:
+    def warm_up_adapters(self, track: Track = untracked) -> None:
         """Warm up steps with adapters after an adapter is loaded; also capture their graphs if there are graphs."""
         self._launch_all(run_adapted_steps, track)
         self.graphs.capture_adapted(self._track_graphs(track))
@@ -254,7 +254,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         return partial(track, desc="recorded steps", unit="step")
 
     def _launch_all(self, run: Callable[..., None], track: Track) -> None:
-        if self.device.type == "cuda":  # a CPU compiles nothing else
+        if self.device.type == "cuda":  # a CPU has nothing more to compile
 
             def ticking(kernels: Sequence[Any]) -> Iterator[Any]:
                 for kernel in track(kernels, desc="kernels", unit="kernel"):
@@ -262,7 +262,7 @@ class PagedCausalLM(DecoderOnlyLLM):
                     self.ranks.tick()
 
             steps = partial(run, self.network, self.kv_manager, longest=self.graphs.longest)
-            with self.ranks.apart():  # ranks may compile for different times
+            with self.ranks.apart():  # ranks may compile at different times
                 compile_all(steps, ticking)
             steps()
 
@@ -276,10 +276,10 @@ class PagedCausalLM(DecoderOnlyLLM):
         return self.adapters.metrics_snapshot()
 
     def set_lora_adapter_for_cache(self, cache_id: SeqId, adapter: str | None) -> None:
-        """Choose a loaded adapter for a sequence, or None; before its first token, because its K/V depend on it.
+        """Choose a sequence's adapter before its first token, because its K/V depend on the adapter; None for none.
 
         Raises:
-            InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
+            InvalidInputError: the adapter is not loaded, or the sequence's namespace belongs to another adapter.
         """
         self.adapters.choose(cache_id, adapter)
 
@@ -298,56 +298,55 @@ class PagedCausalLM(DecoderOnlyLLM):
         for handle in self.kv_manager.handles():
             self.kv_manager.free(handle)
 
-    def _check(self, batch: UnifiedBatch) -> None:
+    def _check(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Raise unless the items can run."""
-        handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in batch.items]
-        validate_items(batch.items, handles, vocab_size=self._config.vocab_size, max_seq_len=self._config.max_seq_len)
-        check_embeds(batch.items, self.embeds_limits)
+        handles = [item.kv_cache or self.kv_manager.get_handle(item.seq_id) for item in items]
+        validate_items(items, handles, vocab_size=self._config.vocab_size, max_seq_len=self._config.max_seq_len)
+        check_embeds(items, self.embeds_limits)
 
-    def _draws_on_ranks(self, batch: UnifiedBatch) -> Draws | None:
-        """Return the draws of a batch, if every item wants a token alone and the ranks can draw it."""
-        policies = [item.logits_policy for item in batch.items if item.is_final_chunk]
-        draws = draws_of(policies)
-        if not policies or draws is None or self._num_candidates(draws) is None:
+    def _draws_on_ranks(self, step: Step) -> Draws | None:
+        """Return the draws of a step if every wanted row asks only for a token and the ranks can draw it, else None."""
+        draws = draws_of(step.policies or ())
+        if not step.policies or draws is None or self._num_candidates(draws) is None:
             return None
         return draws
 
-    def run_step(
-        self, step: ForwardStep, shape: GraphShape | None, row_slots: NDArray[np.int32] | None
-    ) -> torch.Tensor:
+    def run_step(self, step: Step, shape: GraphShape | None, row_adapters: NDArray[np.int32] | None) -> torch.Tensor:
         """Run one forward; return this rank's columns of the wanted rows, float32 [num_rows, num_logits].
 
-        With `step.returns_hidden`, the columns are those of hidden states, and each rank has all.
+        With `step.returns_hidden`, return the wanted rows of hidden states, which every rank has in full.
 
         Args:
             shape: shape of the graph that runs the step.
-            row_slots: from `LoraAdapters.row_slots`.
+            row_adapters: from `LoraAdapters.row_adapters`.
         """
         with self.network.computing(is_invariant=step.is_invariant):
+            if self.kv_manager.canaries is not None and self.ranks.rank == 0:
+                self.kv_manager.canaries.before_forward(step)
             if shape is not None:
-                rows, features = self.graphs.run(step, shape, row_slots)
+                rows, features = self.graphs.run(step, shape, row_adapters)
             else:
-                rows, features = self._run_layers(step, row_slots)
+                rows, features = self._run_layers(step, row_adapters)
             if self.drafts is not None and features is not None:
                 self.drafts.follow(step, features)
             return rows
 
     def _run_layers(
-        self, step: ForwardStep, row_slots: NDArray[np.int32] | None
+        self, step: Step, row_adapters: NDArray[np.int32] | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run one forward without a graph; return as `run_step`, and the features of all tokens for a draft head."""
+        """Run one forward without a graph; return the rows as `run_step`, and all tokens' features for a draft head."""
         metadata, outputs = step.metadata, step.outputs
         wants_all = len(step.row_ids) == len(step.token_ids)
-        if row_slots is not None:
-            metadata = replace(metadata, lora=self.adapters.batch(row_slots))
+        if row_adapters is not None:
+            metadata = replace(metadata, lora=self.adapters.batch(row_adapters))
             if outputs is not None:
-                own_slots = row_slots[step.row_ids]
+                output_adapters = row_adapters[step.row_ids]
                 lora = None
-                if (own_slots >= 0).any():
-                    lora = self.adapters.batch(own_slots)
+                if (output_adapters >= 0).any():
+                    lora = self.adapters.batch(output_adapters)
                 outputs = replace(outputs, lora=lora)
-        if step.embeds is not None:  # all rows: a mask is not over `outputs`
-            embeds = step.embeds.on(self.device, self.dtype, step.host.max_seqlen_q)
+        if step.embeds is not None:  # run all rows, because a mask has a row per token
+            embeds = step.embeds.on(self.device, self.dtype, step.max_seqlen_q)
             metadata = replace(metadata, embeds=embeds)
             outputs = None
         if step.captured is None:
@@ -373,7 +372,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         missing = self._rows_of_ranks - logits.shape[1]
         if missing:
             logits = functional.pad(logits, (0, missing))
-        # Send the dtype that the head computes.
+        # Send logits in the head's dtype, because float32 could double the bytes without more accuracy.
         return self.ranks.gather(logits.to(self.dtype)).float()[:, : self._config.vocab_size]
 
     def draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -385,7 +384,7 @@ class PagedCausalLM(DecoderOnlyLLM):
             return draw_tokens(self.ranks, logits, self.network.rows.start, *rules, num_candidates=num_candidates)
 
     def _embeds_limits(self) -> EmbedsLimits | None:
-        """Return what the network takes as embeddings; None if its layers read token ids, too."""
+        """Return the limits of rows that replace embeddings; None if layers also read token ids."""
         config = self.network.config
         if type(self.network).layer_inputs is not Network.layer_inputs:
             return None
@@ -402,14 +401,14 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     @property
     def _rows_of_ranks(self) -> int:
-        """Rows of the vocabulary on each rank; the last may have fewer."""
+        """Rows of the vocabulary on each rank; the last rank may have fewer."""
         return -(-self._config.vocab_size // self.ranks.size)
 
     def _num_candidates(self, draws: Draws) -> int | None:
         return candidates_of(draws.num_candidates, self.ranks.size, self._rows_of_ranks * self.dtype.itemsize)
 
-    def _next_item(self, cache_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
-        item = UnifiedBatchItem(cache_id, tokens)
+    def _next_item(self, seq_id: SeqId, tokens: Sequence[int], start_pos: int | None = None) -> UnifiedBatchItem:
+        item = UnifiedBatchItem(seq_id, tokens)
         if start_pos is None:
             start_pos = self._length(item)
         return replace(item, pos_offset=start_pos)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, StoredTensors, Track, read_headers, read_tensor, untracked
 from paged.models.network_loader import meta_network, text_tensors, with_stored_layout
@@ -25,7 +25,7 @@ from paged.models.registry import model_config
 
 FORMATS = ("int4", "int8", "fp8")
 _LAYER = re.compile(r"(.*\blayers\.\d+)\.")
-# Beside the weights; nothing that could be run is copied.
+# Files that are copied beside the weights; none of them can be run.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 _NOT_COPIED = ("config.json", "model.safetensors.index.json", "hf_quant_config.json")
 _STORED = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quantized"}
@@ -39,19 +39,19 @@ def quantize_checkpoint(
 ) -> dict[str, int]:
     """Write a checkpoint whose projections are rounded to the nearest code; embeddings and routers stay plain.
 
-    int4: groups of `group_size` columns, plain activations ("pack-quantized"). int8 and fp8 (e4m3): a scale for each
-    row, activations rounded for each token ("int-quantized", "float-quantized"). Each file holds one layer, which is
-    all that is in memory at once. Returns the bytes of tensors before and after.
+    int4 has groups of `group_size` columns and plain activations ("pack-quantized"). int8 and fp8 (e4m3) have a scale
+    for each row and round activations for each token ("int-quantized", "float-quantized"). Each file holds one layer,
+    and memory never holds more than one layer. Returns the bytes of tensors before and after.
 
     Args:
         source: a folder with plain weights that this package runs.
-        out: a folder that does not exist yet, or is empty. After an error there is none.
-        group_size: None for 128, or for 64 or 32 if the columns of a projection are no multiple of more.
+        out: a folder that does not exist yet, or is empty. After an error it does not exist.
+        group_size: None for 128, or for 64 or 32 if the larger size does not divide the columns of every projection.
         head: also round the LM head, in int4 to int8. A tied head is written beside the embedding.
         track: iterates over the files and may show progress.
 
     Raises:
-        InvalidInputError: form, group size or `out` does not fit.
+        InvalidInputError: form, group size or `out` is not valid.
         UnsupportedError: the weights are quantised already, the architecture is not supported, or the head has another
             name than `lm_head`.
         CheckpointError: the folder is malformed, or the columns of a projection are no multiple of the group size.
@@ -99,7 +99,7 @@ def quantize_checkpoint(
 
 
 def _with_head(stored: StoredTensors, source: str) -> StoredTensors:
-    """Return the tensors with an LM head of its own, which is the embedding if they are tied."""
+    """Return the tensors with a separate LM head; a tied head is a copy of the embedding."""
     for name in (_HEAD, "model.embed_tokens.weight"):
         if name in stored:
             return {**stored, _HEAD: stored[name]}
@@ -107,7 +107,7 @@ def _with_head(stored: StoredTensors, source: str) -> StoredTensors:
 
 
 def _group_size(stored: StoredTensors) -> int:
-    """Return the largest group size that divides the columns of all layers' projections, else the largest one."""
+    """Return the largest group size that divides the columns of all layers' projections, else the largest size."""
     common = 0
     for name, tensor in stored.items():
         if _LAYER.match(name) and len(tensor.shape) == 2:
@@ -119,7 +119,7 @@ def _group_size(stored: StoredTensors) -> int:
 
 
 def _plain_modules(stored: StoredTensors, packed: Mapping[str, str]) -> list[str]:
-    """Return the modules that readers of the checkpoint must not take for packed ones; lm_head even if it is tied."""
+    """Return the modules that readers of the checkpoint must treat as plain; lm_head is listed even if it is tied."""
     plain = {"lm_head"}
     for name, tensor in stored.items():
         module = name.removesuffix(".weight")
@@ -133,7 +133,7 @@ def _plain_modules(stored: StoredTensors, packed: Mapping[str, str]) -> list[str
 def round_weight(weight: torch.Tensor, form: str, group_size: int = 0) -> dict[str, torch.Tensor]:
     """Round weights [rows, columns] to the nearest codes; return the tensors by compressed-tensors' names.
 
-    Scales have the dtype of the weights, and codes are chosen for the rounded ones. group_size: columns that share a
+    Scales have the dtype of the weights and are rounded before codes are chosen. group_size: columns that share a
     scale, for int4 only.
     """
     codes, scale = nearest_codes(weight, form, group_size)
@@ -186,9 +186,9 @@ def _projections(hf: HfConfig, stored: StoredTensors) -> set[str]:
     quantization = as_stored(config.quantization, {})
     assert quantization is not None
     config = replace(config, quantization=replace(quantization, plain=stacked))
-    slots = meta_network(network_class, config, config.dtype).weight_slots()
+    destinations = meta_network(network_class, config, config.dtype).destinations()
     ends = ".weight_scale"
-    packed = {f"{name.removesuffix(ends)}.weight" for name in slots if name.endswith(ends)}
+    packed = {f"{name.removesuffix(ends)}.weight" for name in destinations if name.endswith(ends)}
     return {tensor.name for name, tensor in named.items() if name in packed and tensor.dtype in FLOATING}
 
 

@@ -15,9 +15,9 @@ import torch
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.folder_path import as_folder
-from paged.kernels.common.checks import NARROW_DTYPES
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.device import use_triton
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.kernels.core.errors import shown
 from paged.models.cache_sizes import sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.cohere import COHERE
@@ -28,6 +28,7 @@ from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hybrid import HYBRIDS
+from paged.models.families.kimi import KIMI, KIMI_PARTS
 from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
 from paged.models.families.network import Network
@@ -35,9 +36,9 @@ from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.rope import rope_frequencies
+from paged.models.loading.files_read import FilesRead, noting_reads
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import LoadOptions
-from paged.models.loading.read_record import ReadRecord, recorded_reads
 from paged.models.loading.weights import Track, read_headers, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
@@ -56,7 +57,7 @@ from paged.tools.printable import one_line
 
 _LOG = logging.getLogger("paged")
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> network.
 ARCHITECTURES: dict[str, type[Network]] = {
     "LlamaForCausalLM": Llama,
     **COHERE,
@@ -65,22 +66,26 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **SIGMOID_EXPERTS,
     **DEEPSEEK,
     **HYBRIDS,
+    **KIMI,
     **MAMBAS,
     "Gemma4ForCausalLM": Gemma4,
 }
 
-# Names that transformers does not have, and the architectures with the same code.
+# Name in `architectures` that transformers does not know -> architecture with the same code.
 ALIASES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "KimiK3LinearForCausalLM": "KimiLinearForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 
-# Families that are only text parts of multimodal models, by model_type.
-TEXT_PARTS = {family.model_type: family for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS)}
+# model_type -> family that is only the text part of multimodal models.
+TEXT_PARTS = {
+    family.model_type: family for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS, *KIMI_PARTS)
+}
 
-# Limit of config.json keys in a message.
+# Largest number of config.json keys that an error message lists.
 _MAX_KEYS = 8
 
 
@@ -106,7 +111,7 @@ def load_model(
         InvalidInputError: an argument has another type or is out of range, max_seq_len exceeds the model's own limit,
             the cache's dtype is neither the weights' nor an 8-bit one, or processes differ in options, versions,
             configuration or tensors.
-        RankFailedError: another process could not load its part, has ended, or stood still for `timeout_s`.
+        RankFailedError: another process could not load its part, has ended, or made no progress for `timeout_s`.
     """
     folder = as_folder("path", path)
     if not isinstance(parallel, ParallelConfig | None):
@@ -137,11 +142,11 @@ def load_model(
 
 
 def _load(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Track) -> PagedCausalLM:
-    with recorded_reads() as record:
+    with noting_reads() as reads:
         model = _load_model(folder, load_options, ranks, track)
     if load_options.cache_folder is not None:
         with ranks.apart():
-            model.kv_manager.set_fingerprint(_fingerprint(model, record, load_options))
+            model.kv_manager.set_fingerprint(_fingerprint(model, reads, load_options))
     return model
 
 
@@ -159,9 +164,9 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
         max_seq_len = config.max_position_embeddings
     _check_options(load_options, config, kv_cache_dtype, max_seq_len, ranks)
     device = load_options.device
-    has_fp8_cache = kv_cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    has_fp8_cache = kv_cache_dtype in KV_KINDS and not kv_kind(kv_cache_dtype).has_scales
     if isinstance(config, ModuleConfig):
-        # Its imports take seconds.
+        # Imported late, because importing transformers takes seconds.
         from paged.models.module_loader import load_module_network
 
         network: Network = load_module_network(
@@ -207,7 +212,7 @@ def _check_options(
     known_positions = config.max_position_embeddings
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
-    allowed = [load_options.dtype or config.dtype, *NARROW_DTYPES]
+    allowed = [load_options.dtype or config.dtype, *KV_KINDS]
     note = ""
     if any(layer.latent is not None for layer in config.attention):
         allowed[1:] = [torch.float8_e4m3fn]
@@ -232,7 +237,7 @@ def _check_options(
 
 
 def _with_draft_layer(network: Network) -> DecoderConfig:
-    """Return the configuration of a network's caches: its draft head has one more layer."""
+    """Return a configuration for the network's cache, with one more layer if it has a draft head."""
     config, head = network.own_config, network.draft_head
     if head is None:
         return config
@@ -240,8 +245,8 @@ def _with_draft_layer(network: Network) -> DecoderConfig:
     return replace(config, attention=attention, recurrent=recurrent, attends=(*config.attends, True))
 
 
-def _fingerprint(model: PagedCausalLM, record: ReadRecord, load_options: LoadOptions) -> bytes:
-    """Return the digest of all that this rank's keys and values depend on, by which its files are found again.
+def _fingerprint(model: PagedCausalLM, reads: FilesRead, load_options: LoadOptions) -> bytes:
+    """Return the digest that names this rank's files of K/V; it covers everything that K/V depend on.
 
     Raises:
         CheckpointError: a file has changed since it was loaded.
@@ -256,11 +261,11 @@ def _fingerprint(model: PagedCausalLM, record: ReadRecord, load_options: LoadOpt
         "rank": f"{ranks.rank} of {ranks.size}",
         "expert_parallel": ranks.share.expert_parallel,
     }
-    # Those of LongRoPE depend on the longest sequence.
+    # LongRoPE's frequencies depend on the longest sequence.
     for rope, dim in network.rotations():
         if rope is not None:
             parts[f"rotation {rope} {dim}"] = rope_frequencies(rope, dim, model.num_positions).tolist()
-    return model_digest(record, parts, ranks.tick)
+    return model_digest(reads, parts, ranks.tick)
 
 
 def read_model_config(folder: Path) -> tuple[type[Network], DecoderConfig]:
@@ -311,7 +316,7 @@ def chosen_config(
 
 def _module_config(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[type[Network], DecoderConfig] | None:
     """Return the class and configuration of transformers' module; None if transformers lacks the architecture."""
-    # Importing transformers takes seconds, and families do without.
+    # Imported late, because importing transformers takes seconds and families do without it.
     from paged.models.generic.network import ModuleNetwork
     from paged.models.generic.probe import read_module_config
 
@@ -322,7 +327,7 @@ def _module_config(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple
 
 
 def model_config(hf: HfConfig) -> tuple[type[Network], DecoderConfig]:
-    """Return a checkpoint's network class and configuration; for a multimodal checkpoint, those of its text part.
+    """Return a checkpoint's network class and configuration; a multimodal checkpoint gives its text part's.
 
     Raises:
         CheckpointError: a value is malformed.
@@ -339,7 +344,7 @@ def model_config(hf: HfConfig) -> tuple[type[Network], DecoderConfig]:
     else:
         families = {family.model_type: family for family in ARCHITECTURES.values()} | TEXT_PARTS
         family, hf = text_part(hf, wrapper, families, ARCHITECTURES)
-    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # callers may register families
+    hf.defaults = DEFAULTS.get(family.model_type, DEFAULTS[Llama.model_type])  # users' families have none
     family = family.variant(hf)
     config = family.read_config(hf)
     refuse_unread(hf, config)

@@ -5,6 +5,7 @@ Compiling a kernel takes seconds, in which no sequence gets a token.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 from importlib import import_module
 from itertools import product
@@ -15,54 +16,56 @@ import torch
 from numpy.typing import NDArray
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.kernels.attention.config import step_sizes
-from paged.kernels.common.device import load_numba
-from paged.kernels.common.launch import ROW_COUNTS
-from paged.kernels.common.torch_ops.linear import has_mkl
+from paged.kernels.attention.tiles import step_sizes
+from paged.kernels.core.device import load_numba
+from paged.kernels.core.launch import ROW_COUNTS
+from paged.kernels.cpu.products import has_mkl, this_cpu
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
-from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.families.network import Network
 from paged.models.layers.config import MoeConfig
 from paged.models.layers.decoder import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.weights import PackedModule, Track, untracked
 from paged.models.parallel.draw import CANDIDATES
-from paged.models.quantization.packed_weights import PackedWeights
-from paged.staging import to_device
+from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
+from paged.step.metadata import NUM_STATE_ARRAYS, AttentionMetadata
+from paged.step.staging import to_device
 
-# Adapter rows take twice as many blocks, so half as many splits are enough; from 512 blocks on, one is.
+# Largest number of adapter blocks whose kernels are compiled. The number of splits halves as blocks double. Kernels for
+# more blocks are the same, because they have one split.
 _MOST_BLOCKS = 512
-# Tuned MoE tables end here.
+# Largest number of tokens in tuned MoE tables, and so the largest for which MoE kernels are compiled.
 _MOST_TOKENS = 4096
-# Modules of numba kernels, for every network, for those with experts and for those with recurrent layers.
-_LOOPS = (
-    "attention.numba_ops.few_queries",
-    "cache.numba_ops.qk_norm_rope_and_cache",
-    "common.numba_ops.rms_norm",
-    "common.numba_ops.gated_activation",
+# Modules of numba kernels that every network needs. Experts and recurrent layers need more modules, listed below.
+_KERNELS = (
+    "cpu.attention.few_queries",
+    "cpu.cache.qk_norm_rope_and_cache",
+    "cpu.layers.rms_norm",
+    "cpu.layers.gated_activation",
 )
-_EXPERT_LOOPS = ("moe.numba_ops.fused_moe", "moe.numba_ops.route_tokens")
-_RECURRENT_LOOPS = (
-    "recurrent.numba_ops.causal_conv1d",
-    "recurrent.numba_ops.gated_rms_norm",
-    "recurrent.numba_ops.scan",
+_EXPERT_KERNELS = ("cpu.moe.fused_moe", "cpu.moe.route_tokens")
+_RECURRENT_KERNELS = (
+    "cpu.recurrent.causal_conv1d",
+    "cpu.recurrent.gated_rms_norm",
+    "cpu.recurrent.scan",
 )
 
 
-# glibc's threshold follows freed pieces up to 32 MiB, its own overhead included.
+# Bytes of the piece that is freed. Then glibc keeps freed pieces up to this size; its limit is 32 MiB, overhead
+# included.
 _LARGEST_FREED = (32 << 20) - (64 << 10)
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to 64 MiB of freed CPU memory, by freeing one piece of nearly 32 MiB.
+    """Let glibc keep freed CPU memory, by freeing one piece of nearly 32 MiB.
 
     Otherwise freed pages go back to the system after each step, which takes 4 % of the time of MoE prompts.
     """
     torch.empty(_LARGEST_FREED, dtype=torch.uint8)
 
 
-def load_loops(network: Network, dtype: torch.dtype, track: Track = untracked) -> None:
+def load_numba_kernels(network: Network, dtype: torch.dtype, track: Track = untracked) -> None:
     """Let a network on a CPU use numba kernels, if numba is installed, and compile or load them now."""
     if not load_numba():
         return
@@ -72,19 +75,19 @@ def load_loops(network: Network, dtype: torch.dtype, track: Track = untracked) -
         return import_module(f"paged.kernels.{name}")
 
     has_experts = any(isinstance(layer, SparseMoe) for layer in network.modules())
-    kind = module("common.numba_ops.kernel").Kernel
-    names, tiles = _LOOPS + _EXPERT_LOOPS * has_experts, module("common.numba_ops.tile_linear")
-    names += _RECURRENT_LOOPS * any(network.own_config.recurrent)
+    kind = module("cpu.kernel").Kernel
+    names, tiles = _KERNELS + _EXPERT_KERNELS * has_experts, module("cpu.layers.tile_linear")
+    names += _RECURRENT_KERNELS * any(network.own_config.recurrent)
     if has_experts or has_mkl(dtype) or (dtype == torch.bfloat16 and not tiles.multiplies(dtype)):
-        names += ("common.numba_ops.linear",)
+        names += ("cpu.layers.linear",)
     has_products = any(isinstance(layer, PackedModule) for layer in network.modules())
-    names += ("common.packed.numba_ops.product",) * has_products
+    names += ("cpu.quantization.product",) * has_products
     kernels = []
     for name in names:
         kernels += [value for value in vars(module(name)).values() if isinstance(value, kind)]
-    kernels.append(module("attention.numba_ops.paged_attention").kernel_of_many(dtype))
+    kernels.append(module("cpu.attention.paged_attention").kernel_of_many(dtype))
     if has_products:
-        kernels += module("common.packed.numba_ops.block_product").KERNELS.values()
+        kernels += module("cpu.quantization.block_product").KERNELS.values()
     if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
         kernels.append(tiles.kernel_of(dtype))
     late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # a compiled kernel has its address
@@ -92,10 +95,25 @@ def load_loops(network: Network, dtype: torch.dtype, track: Track = untracked) -
         _ = kernel.address
 
 
+def measure_products(network: Network, dtype: torch.dtype) -> None:
+    """Let packed weights measure which product is faster for how many rows, on a CPU with AMX.
+
+    Numba kernels multiply packed codes without AMX; oneDNN and unpacked weights use it. Other CPUs have no such choice.
+    """
+    if not network.uses_numba or not this_cpu().has_amx:
+        return
+    limits: dict[Hashable, float] = {}
+    with network.computing():
+        for module in network.modules():
+            if isinstance(module, CpuProducts):
+                for product in module.products:
+                    product.measure(dtype, limits)
+
+
 def run_steps(network: Network, kv_manager: PagedKvCacheManager, *, longest: int) -> None:
     """Run padding steps of every size that selects tiles, choose tokens in every way, and copy a block.
 
-    longest: tokens of the longest sequence. Needs and changes no cache block, and does not synchronise.
+    The call needs and changes no cache block, and does not synchronise. longest: tokens of the longest sequence.
     """
     for num_tokens in _step_sizes(network, longest):
         _run(network, kv_manager, num_tokens, longest=longest)
@@ -111,7 +129,7 @@ def run_steps(network: Network, kv_manager: PagedKvCacheManager, *, longest: int
 def run_packed(network: Network, longest: int) -> None:
     """Multiply packed weights of every kind with every tile for up to `longest` rows.
 
-    `run_steps` is not enough: in small layers, tiles depend on many more rows.
+    `run_steps` is not enough, because tiles of small layers depend on many more rows.
     """
     dtype = next(network.parameters()).dtype
     kinds = {}
@@ -159,7 +177,7 @@ def _run(
     """Run a forward of padding, as one sequence, with tiles for `longest` keys."""
     num_tables = len(kv_manager.config.tables)
     ids, slots = np.zeros(num_tokens, np.int64), np.full((num_tables, num_tokens), -1, np.int64)
-    none = np.zeros(2, np.int32)  # offsets without a query: all rows are padding
+    none = np.zeros(2, np.int32)  # offsets without a query, so all rows are padding
     tables = np.zeros((num_tables, 1, 1), np.int32)
     states: list[NDArray[np.int32]] = []
     max_append = 0

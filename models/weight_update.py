@@ -1,4 +1,4 @@
-"""New weights for a model that runs: checked and read as a whole first, then put where the old ones are."""
+"""Replace the weights of a running model: check and read all new weights first, then copy them into place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.folder_path import as_folder
-from paged.kernels.common.torch_ops.linear import pack
+from paged.kernels.cpu.products import pack
 from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.decoder import Linear
@@ -28,7 +28,7 @@ Source = str | Path | Iterable[tuple[str, torch.Tensor]]
 
 
 def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) -> Network:
-    """Return a network in host memory with this rank's part of the new weights; the model stays as it is.
+    """Return a network in host memory with this rank's part of the new weights; the model does not change.
 
     Raises:
         CheckpointError: as loading the model; or settings of the folder's config.json are not the model's; or, with
@@ -72,14 +72,15 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
 
 @torch.no_grad()
 def replace_weights(model: PagedCausalLM, new: Network) -> None:
-    """Put weights in the place of the model's, and make anew what was made of the old ones.
+    """Replace the model's weights, and derive again what the model derived from the old weights.
 
-    Plain weights keep their addresses, and so do graphs. Others are captured again if they were.
+    Plain weights keep their addresses, so graphs stay valid. If other weights move, captured graphs are captured again.
     """
-    # First: after an error halfway nothing may pass for a result of one generation.
+    # Count first: after an error halfway, weights are mixed, and no result may pass for one of the old generation.
     model.weights_generation += 1
     model.kv_manager.clear_prefix_cache()
-    # Files of the old weights stay for those who load them. Of the new ones, which may be tensors, nothing is known.
+    # Files with K/V of the old weights stay, because other processes may use them. A random fingerprint keeps the new
+    # weights' K/V apart.
     model.kv_manager.set_fingerprint(os.urandom(32))
     is_moved = False
     for path, new_module in list(new.named_modules()):
@@ -99,7 +100,7 @@ def replace_weights(model: PagedCausalLM, new: Network) -> None:
             else:
                 held.copy_(weight)
     if is_moved or model.device.type == "cpu":
-        model.network.bind_weights()
+        model.network.derive_from_weights()
         if model.graphs.are_captured:
             model.graphs.capture()
 
@@ -107,5 +108,6 @@ def replace_weights(model: PagedCausalLM, new: Network) -> None:
 def _is_finite(weight: torch.Tensor) -> bool:
     if weight.dtype.itemsize == 1:
         weight = weight.float()
-    # NaN is the least and the largest; a 28th of the time of `isfinite` over all.
+    # The least and largest value suffice, because any NaN makes both NaN. `isfinite` over all values takes 28 times as
+    # long.
     return not weight.numel() or bool(torch.stack(weight.aminmax()).isfinite().all())

@@ -1,4 +1,4 @@
-"""Multimodal models: the family and the configuration of the text model inside."""
+"""Multimodal models: find the family and the configuration of the text model inside."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from paged.errors import UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.hf_config import HfConfig
@@ -17,11 +17,12 @@ class UnknownArchitectureError(UnsupportedError):
     """No family has an architecture of a config.json."""
 
 
-# Known multimodal models, and the type of their text model where text_config names none. Others need no entry.
+# Multimodal architecture -> type of its text model if text_config does not name it. Other architectures need no entry.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Glm4vForConditionalGeneration": "glm4v_text",
+    "Glm5NextForConditionalGeneration": "glm5_next_text",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe_text",
     "GlmOcrForConditionalGeneration": "glm_ocr_text",
     "InternVLForConditionalGeneration": "qwen2",
@@ -35,13 +36,13 @@ WRAPPERS = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
 }
-# Published ones without a text_config: its keys stand beside the others.
+# Published models without a text_config: their config.json has the text model's keys beside its own.
 _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
-# Sections of the text model; the others are those of authors' own code.
+# Names of the text model's section; the last two come from authors' own code.
 _SECTIONS = ("text_config", "language_config", "llm_config")
-# Text models that are another family by another name, and their values for keys that a config.json omits.
+# Type of a text model that is a known family by another name -> the family, and values of keys that a file omits.
 TYPES: dict[str, tuple[str, dict[str, float]]] = {
-    "exaone4_5_text": ("exaone4", {}),  # as first published
+    "exaone4_5_text": ("exaone4", {}),  # first published name
     "gemma4_unified_text": (
         "gemma4_text",
         {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
@@ -71,26 +72,26 @@ TYPES: dict[str, tuple[str, dict[str, float]]] = {
         },
     ),
 }
-# Their forward is not their text model's, and why.
+# Architectures whose forward differs from the text model's -> the difference.
 _OTHER_FORWARDS = {
     "PI0ForConditionalGeneration": "the tokens of a prompt see each other both ways",
     "PaliGemmaForConditionalGeneration": "the tokens of a prompt see each other both ways",
 }
-# In transformers 5.23 their logits lack the factor and the soft cap of the text model alone.
+# Architectures whose logits lack the factor and the soft cap of the text model, in transformers 5.23.
 _PLAIN_HEADS = frozenset(
     """AyaVisionForConditionalGeneration Cohere2VisionForConditionalGeneration GraniteSpeechForConditionalGeneration
     GraniteSpeechPlusForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
     LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration
     Mistral3ForConditionalGeneration""".split()
 )
-# Theirs have both.
+# Architectures whose logits have the factor and the soft cap of the text model.
 _SCALED_HEADS = frozenset(("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"))
 
 
 class _Placeholders(NamedTuple):
-    """Tokens in whose place pictures or sound stand; where there are none, the model embeds a padding token.
+    """Tokens that pictures or sound replace. Without media, the model embeds a padding token for them.
 
-    ids: by key, with transformers' defaults.
+    ids: key in config.json -> transformers' default for the token id.
     padding_key: key of the padding token in the text_config; None for token 0.
     """
 
@@ -109,11 +110,12 @@ _PLACEHOLDERS = {
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         _Placeholders({"image_token_id": 163_605, "video_token_id": 163_840}),
     ),
+    "KimiK3ForConditionalGeneration": _Placeholders({"media_placeholder_token_id": 163_605}),
 }
 
 
 def wrapper_of(hf: HfConfig, names: list[str]) -> str | None:
-    """Return the architecture of a multimodal model whose config.json has a text model; None for others.
+    """Return the architecture of a multimodal model whose config.json has a text model; None for other models.
 
     names: the architectures in `hf`, none of which is a text model's.
 
@@ -131,7 +133,7 @@ def wrapper_of(hf: HfConfig, names: list[str]) -> str | None:
 def text_part(
     hf: HfConfig, wrapper: str, families: Mapping[str, type[Network]], architectures: Mapping[str, type[Network]]
 ) -> tuple[type[Network], HfConfig]:
-    """Return the family and the section of config.json of a multimodal model's text part.
+    """Return the family of a multimodal model's text part, and its section of config.json.
 
     families: by model_type. architectures: families by architecture.
 
@@ -147,7 +149,7 @@ def text_part(
     if text is not None:
         model_type = text.text("model_type", WRAPPERS.get(wrapper, "none"))
         if text.values.get("use_mla") is False:
-            model_type = "deepseek_ocr2_text"  # published as a DeepSeek-V2
+            model_type = "deepseek_ocr2_text"  # published as "deepseek_v2"
         family_type, defaults = TYPES.get(model_type, (model_type, {}))
         family = families.get(family_type)
         for name in text.items("architectures", str):
@@ -156,7 +158,7 @@ def text_part(
         raise UnknownArchitectureError(
             f"{hf.source}: architectures {wrapper!r} with the text_config of {shown(model_type)}"
         )
-    # Settings of the complete model take precedence. If none ties the head, it is tied unless it has weights.
+    # Settings of the complete model take precedence. Without a setting, the head is tied unless it has weights.
     outer = {key: hf.values[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in hf.values}
     tied = {"tie_word_embeddings": hf.flag("tie_word_embeddings", True)}
     return family, HfConfig({**defaults, **text.values, **outer, **tied, "model_type": family.model_type}, text.source)
@@ -198,7 +200,7 @@ def _with_placeholders(
 
 def _section(hf: HfConfig) -> HfConfig | None:
     thinker = hf.values.get("thinker_config")
-    if isinstance(thinker, dict):  # Qwen's Omni models, whose talker makes speech
+    if isinstance(thinker, dict):  # the thinker of Qwen's Omni models; their talker makes speech
         hf = HfConfig(thinker, f"{hf.source}: thinker_config")
     for key in _SECTIONS:
         if isinstance(hf.values.get(key), dict):

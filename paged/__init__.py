@@ -1,7 +1,7 @@
 """Paged attention and fused MoE in Triton over a block-table KV cache, with executors that run real checkpoints.
 
-Every public name is exported here and loaded on first use, so `import paged` takes neither torch nor triton. It sets
-GOMP_SPINCOUNT for threads of PyTorch, if that is not loaded yet; see `paged.executors.thread_waits`.
+Every public name is exported here and loaded on first use, so `import paged` imports neither torch nor triton. If torch
+is not loaded yet, the import sets GOMP_SPINCOUNT for torch's threads; see `paged.executors.thread_waits`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 
-# Importing `typing` would take half of the time before the command line handles an interrupt without a traceback.
+# Do not import the name from `typing`, which would double the time until the command line can handle an interrupt.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS: dict[str, tuple[str, ...]] = {
-    "paged.batch": (
+    "paged.step.batch": (
         "DecodeInput",
         "DecodeOutput",
         "DrawToken",
@@ -35,6 +35,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.cache.events": ("BlockRemoved", "BlocksStored", "CacheCleared", "MemoryPressure"),
     "paged.cache.inspection": ("CacheStats",),
     "paged.errors": (
+        "CanaryError",
         "CheckpointError",
         "InvalidInputError",
         "OutOfBlocksError",
@@ -69,21 +70,23 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
         "MemoryRequirements",
         "ModelInfo",
     ),
-    "paged.kernels.common.attention.plan": ("AttentionPlan",),
+    "paged.kernels.attention.plan": ("AttentionPlan",),
     "paged.kernels.attention.cascade_attention": ("cascade_attention",),
     "paged.kernels.cache.concat_and_cache_mla": ("concat_and_cache_mla", "mla_norm_rope_and_cache"),
     "paged.kernels.cache.copy_blocks": ("copy_blocks",),
     "paged.kernels.moe.fused_moe": ("fused_moe",),
-    "paged.kernels.common.id_checks": ("check_ids",),
+    "paged.kernels.core.ids": ("check_ids",),
     "paged.kernels.lora.add_lora": ("add_lora",),
     "paged.kernels.lora.batch": ("LoraBatch",),
     "paged.kernels.lora.weights": ("LoraWeights",),
     "paged.kernels.attention.merge_attn_states": ("merge_attn_states",),
     "paged.kernels.moe.moe_align_block_size": ("MoeAlignment", "moe_align_block_size"),
     "paged.kernels.attention.paged_attention": ("paged_attention",),
-    "paged.kernels.mla.choose_keys": ("choose_keys",),
-    "paged.kernels.mla.paged_mla_attention": ("paged_mla_attention",),
+    "paged.kernels.attention.choose_blocks": ("choose_blocks",),
+    "paged.kernels.attention.choose_keys": ("choose_keys",),
+    "paged.kernels.attention.paged_mla_attention": ("paged_mla_attention",),
     "paged.kernels.cache.qk_norm_rope_and_cache": ("qk_norm_rope_and_cache",),
+    "paged.kernels.cache.canaries": ("check_canaries", "write_canaries"),
     "paged.kernels.cache.reshape_and_cache": ("reshape_and_cache",),
     "paged.kernels.quantization.quantized_linear": ("quantized_linear",),
     "paged.kernels.quantization.weight": ("QuantizedWeight",),
@@ -105,7 +108,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.cache.kv_cache": ("KvCacheHandle", "PagedKvCacheConfig"),
     "paged.cache.manager": ("PagedKvCacheManager",),
     "paged.cache.slot_reservation": ("KvSlotReservation",),
-    "paged.metadata": ("AttentionMetadata",),
+    "paged.step.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),
     "paged.models.parallel.ranks": ("ParallelConfig",),
     "paged.tools.recorder": ("record",),
@@ -131,7 +134,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-if "torch" not in sys.modules:  # later, torch has read how its threads wait
+if "torch" not in sys.modules:  # when torch is loaded, it reads the variable GOMP_SPINCOUNT
     importlib.import_module("paged.executors.thread_waits").set_spin_count()
 if "PAGED_RECORD" in os.environ:
     importlib.import_module("paged.tools.recorder").record_as_environment_says()

@@ -1,11 +1,11 @@
-"""The command line, as `python -m paged` and as the script `paged`."""
+"""Command line: `python -m paged` and the script `paged`."""
 
 import os
 import signal
 
 
 def main() -> int:
-    """Run the command line. An interrupt during the first imports just ends it: there is nothing to clean up yet."""
+    """Run the command line. An interrupt during the imports ends it silently, because nothing needs clean-up yet."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from paged.serving.command_line.cli import start
 

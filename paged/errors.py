@@ -1,15 +1,15 @@
-"""Errors of this package, all derived from `PagedError`. A call that raises one is rolled back."""
+"""Errors of this package, derived from `PagedError`. A call that raises one of them is rolled back."""
 
-from paged.kernels.common.errors import InvalidInputError as InvalidInputError
-from paged.kernels.common.errors import PagedError as PagedError
-from paged.kernels.common.errors import UnsupportedError as UnsupportedError
+from paged.kernels.core.errors import InvalidInputError as InvalidInputError
+from paged.kernels.core.errors import PagedError as PagedError
+from paged.kernels.core.errors import UnsupportedError as UnsupportedError
 
 
 class OutOfBlocksError(PagedError):
     """The block pool has too few free blocks for a call.
 
     Attributes:
-        needed: blocks that the call needs in addition to those of its sequences.
+        needed: blocks that the call needs besides the blocks of its sequences.
         free: blocks that could be handed out at that moment.
     """
 
@@ -20,10 +20,10 @@ class OutOfBlocksError(PagedError):
 
 
 class OutOfStateSlotsError(OutOfBlocksError):
-    """A cache of a model with recurrent layers has too few free state slots for a call.
+    """The cache has too few free slots for states of recurrent layers for a call.
 
     Attributes:
-        needed: slots that the call needs in addition to those of its sequences.
+        needed: slots that the call needs besides the slots of its sequences.
         free: slots that could be handed out at that moment.
     """
 
@@ -32,8 +32,15 @@ class OutOfStateSlotsError(OutOfBlocksError):
         self.args = (f"needs {needed} more state slots for recurrent layers, {free} are free",)
 
 
+class CanaryError(PagedError):
+    """A slot of the cache holds another token than its sequence has there; only with PAGED_CANARY=1.
+
+    The message names the sequence, the position, the block, the offset in it, and what was found.
+    """
+
+
 class RankFailedError(PagedError):
-    """A rank of a model that several processes share has ended or does not answer; no rank can go on."""
+    """A rank of a model distributed over processes has ended or does not answer; no rank can continue."""
 
 
 class SequenceTooLongError(PagedError):
@@ -41,7 +48,7 @@ class SequenceTooLongError(PagedError):
 
 
 class ModelAsleepError(PagedError):
-    """A forward needed a model whose weights and cache are not on the device; see `LlmExecutor.sleep`."""
+    """A call needs a model whose weights and cache are not on the device; see `LlmExecutor.sleep`."""
 
 
 class CheckpointError(PagedError):
@@ -49,4 +56,4 @@ class CheckpointError(PagedError):
 
 
 class StaleHandleError(PagedError):
-    """A handle was used whose sequence has been freed or is swapped out."""
+    """A call used the handle of a sequence that has been freed or is swapped out."""

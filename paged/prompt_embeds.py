@@ -1,4 +1,4 @@
-"""Embeddings in a prompt, such as those of images: rows in place of token embeddings, their hashes and positions."""
+"""Prompt embeddings, for example of images: rows in place of token embeddings, their hashes and positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paged.cache.token_chain import content_id
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.core.errors import as_int, shown
 from paged.token_ids import as_token_ids
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,10 +27,10 @@ class EmbedsLimits(NamedTuple):
 
     Attributes:
         hidden_size: size of a row.
-        num_layers: most layers with `deepstack`.
+        num_layers: maximum number of layers in `deepstack`.
         max_positions: one more than the largest rotary position.
-        takes_rope_positions: whether its rotation has several axes.
-        longest_span: longest span with attention both ways, as a sliding window cuts longer ones; None for any.
+        takes_rope_positions: whether the model's rotation has several axes.
+        longest_span: longest span with bidirectional attention, limited by the sliding window; None for no limit.
     """
 
     hidden_size: int
@@ -44,23 +44,23 @@ class EmbedsLimits(NamedTuple):
 class PromptEmbeds:
     """Rows in place of the token embeddings at some positions of a prompt; the token ids there are placeholders.
 
-    The prefix cache goes by the content of the rows, not by the placeholders: sequences share K/V if token ids and
-    rows are equal. The rows are copied.
+    The prefix cache compares the content of the rows, not the placeholders: sequences share K/V if token ids and rows
+    are equal. The rows are copied.
 
     Attributes:
         positions: [n], ascending positions in the prompt.
-        rows: [n, hidden_size], float32, float16 or bfloat16, finite: the inputs of the first layer, where the model
-            would have the scaled embedding of a token.
+        rows: [n, hidden_size], float32, float16 or bfloat16, finite: inputs of the first layer in place of (scaled)
+            token embeddings.
         deepstack: [m, n, hidden_size], added to the hidden states at `positions` after each of the first m layers
             (Qwen3-VL, 2025); None for none.
-        rope_positions: int64 [3, prompt length], the temporal, vertical and horizontal position of every token of the
-            prompt, see `mrope_positions`; None for the position in the sequence. Tokens after the prompt go on from
-            the largest one.
-        spans: (begin, end) of positions that see each other both ways, ascending; all of them have rows. A prefill
-            chunk contains all of a span or nothing of it.
+        rope_positions: int64 [3, prompt length], the temporal, vertical and horizontal position of every prompt token,
+            see `mrope_positions`; None for the position in the sequence. Tokens after the prompt count on from the
+            largest position.
+        spans: (begin, end) of positions with bidirectional attention, ascending; every position has a row. A prefill
+            chunk never cuts a span.
 
-    Raises:
-        InvalidInputError: a shape, dtype or value is not as above.
+        Raises:
+            InvalidInputError: a shape, dtype or value differs from the above.
     """
 
     positions: Sequence[int]
@@ -108,15 +108,16 @@ class PromptEmbeds:
 
     @property
     def delta(self) -> int:
-        """Offset of the rotary positions of tokens after the prompt, at most 0."""
+        """Rotary position minus sequence position of tokens after the prompt, at most 0."""
         return 0 if self.rope_positions is None else int(self.rope_positions.max()) + 1 - self.rope_positions.shape[1]
 
     def check(self, num_tokens: int, limits: EmbedsLimits | None) -> None:
-        """Raise unless a model with `limits` runs these rows in a prompt of `num_tokens`.
+        """Check that a model with `limits` can run these rows in a prompt of `num_tokens`.
 
         Raises:
             InvalidInputError: a size does not fit.
-            UnsupportedError: the model takes no rows, no positions of several axes, or no spans of that length.
+            UnsupportedError: the model does not support rows, rotary positions of several axes, or spans of this
+                length.
         """
         if limits is None:
             raise UnsupportedError("prompt_embeds: this executor or model takes token ids only")
@@ -141,11 +142,11 @@ class PromptEmbeds:
 
     @property
     def longest_span(self) -> int:
-        """Number of positions of the longest span, 0 for none."""
+        """Length of the longest span, 0 without spans."""
         return max((end - begin for begin, end in self.spans), default=0)
 
     def whole_spans(self, start: int, end: int) -> int:
-        """Return the end of a chunk from `start` that cuts no span: the last one up to `end`, else the next."""
+        """Return the end of a chunk from `start` that cuts no span: the last one up to `end`, else the next one."""
         for first, last in self.spans:
             if first < end < last:
                 if first > start:
@@ -154,10 +155,10 @@ class PromptEmbeds:
         return end
 
     def ids(self, token_ids: Sequence[int], start: int) -> Sequence[int]:
-        """Return the ids in the prefix index of tokens from position `start` on.
+        """Return the ids that the prefix index uses for the tokens from position `start` on.
 
-        A row's id is its `content_id`. A token whose rotary position does not simply follow has a `content_id`, too, of
-        its token id and this position. So equal ids mean equal K/V.
+        A row's id is its `content_id`. A token whose rotary position is not the next one also has a `content_id`, made
+        of its token id and rotary position. Therefore equal ids mean equal K/V.
         """
         first = bisect_left(self._marked, start)
         last = bisect_left(self._marked, start + len(token_ids))
@@ -173,7 +174,7 @@ class PromptEmbeds:
 
     @cached_property
     def _irregular(self) -> NDArray[np.bool_]:
-        """Mask of the prompt's tokens whose rotary position is not the largest one before plus 1."""
+        """Mask of the tokens whose rotary position is not one more than the largest position before."""
         if self.rope_positions is None:
             return np.zeros(0, bool)
         rope = self.rope_positions.numpy()
@@ -186,7 +187,7 @@ class PromptEmbeds:
 
     @cached_property
     def _digests(self) -> dict[int, bytes]:
-        """Hash of the content at each position with a row; within a span it covers all rows of the span."""
+        """Hash of the content at each position with a row. Within a span, the hash covers all rows of the span."""
         parts = [self.rows.cpu().view(torch.uint8).numpy()]
         if self.deepstack is not None:
             parts.append(self.deepstack.cpu().transpose(0, 1).flatten(1).view(torch.uint8).numpy())
@@ -195,7 +196,7 @@ class PromptEmbeds:
         for row, position in enumerate(self.positions):
             contents = [part[row].tobytes() for part in parts]
             digests[position] = _digest(dtype, *contents, self._rope_bytes(position))
-        for begin, end in self.spans:  # K/V depend on the rows after them, too
+        for begin, end in self.spans:  # with bidirectional attention, K/V also depend on later rows
             of_rows = [digests[position] for position in range(begin, end)]
             span_digest = _digest(b"span", *of_rows)
             for position in range(begin, end):
@@ -211,20 +212,21 @@ class PromptEmbeds:
 def mrope_positions(
     num_tokens: int, positions: Sequence[int], image_grid_thw: Sequence[Sequence[int]], *, merge_size: int = 2
 ) -> torch.Tensor:
-    """Return the rotary positions of a prompt with images, int64 [3, num_tokens], as Qwen2-VL counts them.
+    """Return the rotary positions of a prompt with images, int64 [3, num_tokens], as in Qwen2-VL.
 
-    Tokens of text have the same position on all axes. The tokens of an image have the first one after the text before
-    it plus their place in the grid. What follows an image has the largest position before it plus one (Wang et al.,
-    2024, section 2.1).
+    A text token has the same position on all axes. An image token has the next position after the text before the
+    image, plus its place in the grid. The token after an image has the largest position before it plus one (Wang et
+    al., 2024, section 2.1).
 
     Args:
         num_tokens: length of the prompt.
-        positions: the positions of the images' tokens, ascending.
-        image_grid_thw: frames, rows and columns of patches of every image, in order.
-        merge_size: rows and columns of patches that become one token.
+        positions: positions of the image tokens, ascending.
+        image_grid_thw: frames, rows and columns of patches of each image, in order.
+        merge_size: number of patch rows, and of patch columns, that become one token.
 
     Raises:
-        InvalidInputError: the grids have not as many tokens as `positions`, or one's tokens do not follow each other.
+        InvalidInputError: the number of grid tokens differs from the number of `positions`, or the tokens of an image
+            are not consecutive.
     """
     grids = []
     expected = 0
@@ -253,7 +255,7 @@ def mrope_positions(
 
 
 def _checked(name: str, value: Any, shape: tuple[int | None, ...]) -> torch.Tensor:
-    """Return a contiguous copy of a tensor of this shape, in which None is any size."""
+    """Check a tensor's shape, where None is any size, and return a contiguous copy."""
     fits = isinstance(value, torch.Tensor) and value.dim() == len(shape) and value.dtype in FLOAT_DTYPES
     if fits:
         fits = all(expected in (None, size) for size, expected in zip(value.shape, shape, strict=True))

@@ -1,4 +1,4 @@
-"""Ids of sequences, and namespaces in which sequences share K/V."""
+"""Validation of sequence ids and of namespaces, in which sequences share K/V."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Hashable
 from typing import Any
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.core.errors import as_int, shown
 
 SeqId = str | int
-# Enough for UUIDs, the widest ids in use; printing a much larger integer could be a denial of service.
+# Bits of an integer id: enough for a UUID, the widest id in use. Printing a much larger integer could take very long.
 _ID_BITS = 128
 
 
 def as_seq_id(name: str, value: object) -> SeqId:
     """Return `value` as a sequence id: a str, or an int of 128 bits. 1 and "1" are different ids.
 
-    Bools and floats are refused, because a dictionary treats True and 1.0 as 1. `name`: the argument, for the
-    message.
+    Bools and floats are refused, because a dictionary treats True and 1.0 as 1. `name` is the argument's name in the
+    error message.
 
     Raises:
         InvalidInputError: `value` is anything else.
@@ -34,7 +34,7 @@ def as_seq_id(name: str, value: object) -> SeqId:
 def as_namespace(name: str, value: object) -> Hashable:
     """Return `value` as a namespace: None, a str, bytes, an int of 128 bits, or a tuple or frozenset of these.
 
-    Integers of any library become ints. Bools and floats are refused, because a dictionary treats True and 1.0 as 1.
+    Integers of any library become ints. Bools and floats are refused, as in `as_seq_id`.
 
     Raises:
         InvalidInputError: `value` is anything else.

@@ -1,4 +1,4 @@
-"""Token ids as Python integers, from any integer type. Imports neither torch nor numpy."""
+"""Conversion of token ids of any integer type to Python ints. Imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from itertools import islice
 from typing import Any
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_index, shown
+from paged.kernels.core.errors import as_index, shown
 
-# Longer than any model's context; as Python integers already 0.6 GB.
+# Limit of token ids in a list, above any model's context. More ids would take over 0.6 GB as Python ints.
 MAX_TOKEN_IDS = 1 << 24
-# Iterables that yield integers or nothing, but are not sequences of token ids.
+# Iterables that may yield integers but are not sequences of token ids.
 _NOT_TOKEN_IDS = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 
 def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS, may_be_set: bool = False) -> list[int]:
-    """Return token ids as a list of ints; a list of ints is returned itself, so change only a copy.
+    """Return token ids as a list of ints. A list of ints is returned without a copy, so do not change the result.
 
     Args:
-        value: any iterable of integers in order: list, tuple, range, generator, array or tensor with one axis, or a
-            mixture of integer types. An iterator is used up.
-        may_be_set: whether the order means nothing, so that a set is taken, too.
+        value: any ordered iterable of integers: list, tuple, range, generator, array or tensor with one axis, or a
+            mixture of integer types. An iterator is consumed.
+        may_be_set: whether a set is accepted as well, because the order does not matter.
 
-    Raises:
-        InvalidInputError: it is something else, nested, contains anything but integers (also bools), or has more than
-            `max_length` items. An iterable is not read beyond that.
+        Raises:
+            InvalidInputError: it is something else, is nested, contains anything but integers (bools are refused), or
+                has more than `max_length` items. An iterable is not read further.
     """
     if may_be_set and isinstance(value, set | frozenset):
         value = list(value)
@@ -38,9 +38,9 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS, m
         raise InvalidInputError(f"{name}: {shown(value)}, expected {expected}") from error
     if ids is None or len(ids) > max_length:
         raise InvalidInputError(f"{name}: {shown(value)}, expected at most {max_length} token ids")
-    if len(ids) == 1 and type(ids[0]) is int:  # a decode step; takes half the time of the set
+    if len(ids) == 1 and type(ids[0]) is int:  # the usual decode step, in half the time
         return ids
-    if list(map(type, ids)).count(int) == len(ids):  # takes half the time of a set of them
+    if list(map(type, ids)).count(int) == len(ids):  # takes half the time of a set of the types
         return ids
     integers = []
     for position, token in enumerate(ids):
@@ -52,7 +52,7 @@ def as_token_ids(name: str, value: object, *, max_length: int = MAX_TOKEN_IDS, m
 
 
 def _listed(value: Any, max_length: int) -> list[Any] | None:
-    """Return the items of `value`; None, or one item too many if it is too long."""
+    """Return at most `max_length` + 1 items of `value`; None if its size is known and too large."""
     if isinstance(value, _NOT_TOKEN_IDS):
         raise TypeError
     if getattr(value, "ndim", 1) != 1:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paged.kernels.common.device import has_numba
+from paged.kernels.core.device import has_numba
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed, or PyTorch has no GNU OpenMP")
 BACKENDS = ["triton", "torch", pytest.param("numba", marks=needs_numba)]

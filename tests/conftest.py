@@ -14,7 +14,11 @@ from hypothesis.internal.conjecture import providers
 
 from tests import headroom
 
-if not torch.cuda.is_available():
+# An architecture, such as sm_90: kernels run as compiled for it, on the CPU; see docs/compiled.md.
+COMPILED = os.environ.get("COMPILED")
+if COMPILED:
+    os.environ["TRITON_INTERPRET"] = "0"
+elif not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Hypothesis also draws numbers and texts of the modules that are imported, so that what a test draws would depend on
@@ -59,6 +63,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     is_worker = hasattr(config, "workerinput")
     config.pluginmanager.register(headroom.Plugin(None if is_worker else config.getoption("--headroom")))
+    if COMPILED:
+        from tests.compiled.plugin import Plugin
+
+        config.pluginmanager.register(Plugin(COMPILED))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

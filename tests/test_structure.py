@@ -38,13 +38,13 @@ def test_imports_run_one_way() -> None:
         if ROOT / "paged" / "interop" not in path.parents:
             assert not any(name.startswith("paged.interop") for name in imports), path
         if package == "kernels":
-            of_loops = {"numba", "llvmlite", "numpy"} if path.parent.name == "numba_ops" else set()
-            assert names <= {"torch", "triton", "paged", "__future__"} | sys.stdlib_module_names | of_loops, path
+            of_numba = {"numba", "llvmlite", "numpy"} if ROOT / "kernels" / "cpu" in path.parents else set()
+            assert names <= {"torch", "triton", "paged", "__future__"} | sys.stdlib_module_names | of_numba, path
 
 
 def test_no_file_imports_itself_through_others() -> None:
     graph = file_imports()
-    assert "paged.kernels.common.operation" in graph["paged.kernels.layers.rms_norm"]
+    assert "paged.kernels.core.operation" in graph["paged.kernels.layers.rms_norm"]
     TopologicalSorter(graph).prepare()  # its CycleError names the files
 
 
@@ -55,14 +55,31 @@ def test_no_folder_imports_itself_through_others() -> None:
 
 
 def test_families_of_kernels_stand_side_by_side() -> None:
+    """What several share lies in core.
+
+    A family imports another only where that one owns what it reads.
+    """
     graph = {name: imports for name, imports in folder_imports().items() if name.startswith("kernels/")}
-    assert graph.pop("kernels/common") == set()
-    shared = {name for name in graph if name.startswith("kernels/common/")}
-    assert shared == {"kernels/common/attention", "kernels/common/packed"}
-    assert all(graph.pop(name) == {"kernels/common"} for name in shared)
-    families = ("attention", "cache", "layers", "lora", "mla", "moe", "quantization", "recurrent", "sampling")
-    assert set(graph) == {f"kernels/{family}" for family in families}
-    assert all(imports <= {"kernels/common", *shared} for imports in graph.values())
+    assert graph.pop("kernels/core") == set()
+    assert graph.pop("kernels/cpu") == {"kernels/core"}
+    families = {name for name in graph if not name.startswith("kernels/cpu/")}
+    of_numba = {name: imports for name, imports in graph.items() if name not in families}
+    for name, imports in of_numba.items():
+        assert imports <= {"kernels/core", "kernels/cpu", name.replace("cpu/", "")}, name
+    owners = {
+        "attention": {"cache", "layers"},
+        "cache": {"layers"},
+        "layers": set(),
+        "lora": set(),
+        "moe": {"layers", "quantization"},
+        "quantization": {"layers"},
+        "recurrent": set(),
+        "sampling": set(),
+    }
+    assert families == {f"kernels/{family}" for family in owners}
+    for family, read in owners.items():
+        allowed = {"kernels", "kernels/core", "kernels/cpu"} | {f"kernels/{other}" for other in read}
+        assert graph[f"kernels/{family}"] <= allowed, family
 
 
 def _does_something(value: Any) -> bool:
@@ -130,13 +147,13 @@ else:
 def test_kernels_can_be_vendored(tmp_path: Path) -> None:
     """A copy under another name and namespace needs nothing of ours: all files import, and one computes."""
     shutil.copytree(ROOT / "kernels", tmp_path / "vendored", ignore=shutil.ignore_patterns("__pycache__"))
-    operation = tmp_path / "vendored" / "common" / "operation.py"
+    operation = tmp_path / "vendored" / "core" / "operation.py"
     text = operation.read_text()
     assert 'NAMESPACE = "paged"' in text
     operation.write_text(text.replace('NAMESPACE = "paged"', 'NAMESPACE = "vendored"'))
     modules = []
     for path in sorted((tmp_path / "vendored").rglob("*.py")):
-        if path.parent.name != "numba_ops":  # they need numba
+        if tmp_path / "vendored" / "cpu" not in path.parents:  # numba kernels need numba
             modules.append(".".join(path.relative_to(tmp_path).with_suffix("").parts))
     code = f"""
 import importlib, sys

@@ -71,7 +71,7 @@ def run(environment: Path, folder: Path, program: str, *arguments: str) -> str:
 @pytest.mark.thorough
 def test_it_holds_every_module_and_nothing_else(wheel: Path) -> None:
     """In 1.8 MB, of which the bundled checkpoint is 0.7; benchmarks, 0.2, are what `paged verify` checks with."""
-    assert wheel.stat().st_size < 2_000_000
+    assert wheel.stat().st_size < 2_500_000
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = {

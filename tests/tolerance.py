@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.kernels.common.reference import to_float8
+from tests.float64 import to_float8
 from tests.headroom import note
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -1,7 +1,7 @@
 """Cases of the attention benchmark: batches, their tensors, and the expected results.
 
-A step holds what a forward's layers share: lengths, block table, plan. Each layer has its own queries and caches, so
-that no layer finds data of the one before in the device's cache, as in a model.
+A step holds what the layers of a forward share: lengths, block table, plan. Each layer has its own queries and caches.
+So, as in a model, no layer finds its data in the device's cache because of the layer before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import paged
 from paged.bench.limits import Cost
 from paged.bench.timing import Call
 from paged.errors import InvalidInputError
-from paged.kernels.attention import reference
+from paged.kernels.attention import definition
 
 # Largest number of layers that a case rotates through, even if they do not fill the cache.
 MAX_LAYERS = 512
@@ -29,6 +29,28 @@ _SHAPE = re.compile(
 )
 Group = tuple[int, int, int]
 """Sequences of one shape: their number, query length, and key length with the queries included."""
+
+
+def attention_cost(
+    lengths: Sequence[tuple[int, int]],
+    num_q_heads: int,
+    head_dims: tuple[int, int],
+    itemsize: int,
+    row_bytes: int,
+    block_size: int,
+) -> Cost:
+    """Return the cost of causal attention over sequences of these query and key lengths.
+
+    A pair is a query and a key that it sees. Each pair and query head takes 2 D operations for the score and 2 Dv for
+    the value. Queries are read and outputs written; K, V and 4-byte block ids are read once. Partial results of split
+    sequences are overhead and do not count. row_bytes: of a token's K and V in the cache.
+    """
+    pairs = moved = num_blocks = 0
+    for q_len, seq_len in lengths:
+        pairs += q_len * (seq_len - q_len) + q_len * (q_len + 1) // 2
+        moved += q_len * num_q_heads * sum(head_dims) * itemsize + seq_len * row_bytes
+        num_blocks += -(-seq_len // block_size)
+    return Cost(2 * num_q_heads * sum(head_dims) * pairs, moved + 4 * num_blocks)
 
 
 @dataclass(frozen=True)
@@ -72,31 +94,23 @@ class AttentionCase:
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all sequences are whole prompts or all are decode steps, of one length, as dense attention needs."""
+        """Whether all sequences have one length and are all whole prompts or all decode steps, as dense peers need."""
         _, q_len, seq_len = self.groups[0]
         return len(self.groups) == 1 and q_len in (1, seq_len)
 
     def cost(self, dtype: torch.dtype, lengths: Sequence[tuple[int, int]] | None = None) -> Cost:
         """Return the cost of causal attention of one layer over the batch, or over some `lengths` of it.
 
-        With the context c = L - q a sequence of q queries and L keys has P = q c + q (q + 1) / 2 pairs of a query and a
-        key it sees; each pair and query head takes 2 D operations for its score, 2 Dv for its value. Queries are read
-        and outputs written, K, V and 4-byte block ids are read once. Partial results of split sequences are overhead
-        and do not count.
+        See `attention_cost`.
         """
         if lengths is None:
             lengths = self.lengths
         num_q_heads, num_kv_heads = self.heads
-        head_dims = sum(self.head_dims)
-        kv_dims = head_dims
+        kv_dims = sum(self.head_dims)
         if self.latent:
             kv_dims = self.head_dim
-        pairs = elements = num_blocks = 0
-        for q_len, seq_len in lengths:
-            pairs += q_len * (seq_len - q_len) + q_len * (q_len + 1) // 2
-            elements += q_len * num_q_heads * head_dims + seq_len * num_kv_heads * kv_dims
-            num_blocks += -(-seq_len // self.block_size)
-        return Cost(2 * num_q_heads * head_dims * pairs, elements * dtype.itemsize + 4 * num_blocks)
+        row_bytes = num_kv_heads * kv_dims * dtype.itemsize
+        return attention_cost(lengths, num_q_heads, self.head_dims, dtype.itemsize, row_bytes, self.block_size)
 
     def small(self) -> AttentionCase:
         """Return the batch at a size for CPUs: at most 4 sequences of a shape, a 64th of the lengths."""
@@ -119,7 +133,7 @@ class AttentionCase:
     def tensors(self, device: torch.device, dtype: torch.dtype, num_layers: int) -> tuple[Step, list[Layer]]:
         """Make random tensors on the device, with block tables shuffled through the whole pool."""
         blocks_of = [-(-seq_len // self.block_size) for _, seq_len in self.lengths]
-        # A multiple of 16 columns, as where the table has room for the longest sequence that a server admits.
+        # A multiple of 16 columns, like a server's table with room for its longest sequence.
         table = torch.zeros(len(blocks_of), -(-max(blocks_of) // 16) * 16, dtype=torch.int32)
         ids = torch.randperm(sum(blocks_of), dtype=torch.int32) + 1  # block 0 is never handed out
         for seq, blocks in enumerate(ids.split(blocks_of)):
@@ -187,13 +201,13 @@ def _attend(step: Step, layer: Layer, plan: paged.AttentionPlan) -> Any:
 
 
 def ours(step: Step, layers: list[Layer]) -> list[Call]:
-    """`paged_attention`, or that of latents, with a plan shared by the layers: the cost of one more layer."""
+    """Return calls of attention with a plan that the layers share: the cost of one more layer."""
     plan = step.plan()
     return [functools.partial(_attend, step, layer, plan) for layer in layers]
 
 
 def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
-    """The same with its own plan: the cost of a step's first layer."""
+    """Return calls of attention with a plan of each call: the cost of a step's first layer."""
 
     def plan_and_attend(layer: Layer) -> Any:
         return _attend(step, layer, step.plan())
@@ -202,9 +216,10 @@ def ours_with_planning(step: Step, layers: list[Layer]) -> list[Call]:
 
 
 def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Tensor]]:
-    """Return outputs of single query tokens, if the batch is too large for the reference: (token, heads, output).
+    """Return expected outputs of a few query tokens, for batches too large for the reference: (token, heads, output).
 
-    First, middle and last query of the first, the longest and the last sequence, each under one KV head.
+    The tokens are the first, middle and last query of the first, the longest and the last sequence. Each is checked
+    under one KV head.
     """
     lengths, (num_q_heads, num_kv_heads) = step.case.lengths, step.case.heads
     starts = step.cu_seqlens_q.tolist()
@@ -220,10 +235,10 @@ def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Ten
         blocks = step.block_table[seq, : -(-visible // step.case.block_size)].long()
         kv_head, token = index % num_kv_heads, starts[seq] + query
         heads = slice(kv_head * group, (kv_head + 1) * group)
-        out, _ = reference.paged_attention(
-            layer.q[token : token + 1, heads],
-            layer.k_cache[blocks, :, kv_head : kv_head + 1],
-            layer.v_cache[blocks, :, kv_head : kv_head + 1],
+        out, _ = definition.paged_attention(
+            layer.q[token : token + 1, heads].cpu(),
+            layer.k_cache[blocks, :, kv_head : kv_head + 1].cpu(),
+            layer.v_cache[blocks, :, kv_head : kv_head + 1].cpu(),
             block_table=torch.arange(len(blocks))[None],
             cu_seqlens_q=torch.tensor([0, 1]),
             seq_lens=torch.tensor([visible]),
@@ -235,8 +250,8 @@ def expected_spots(step: Step, layer: Layer) -> list[tuple[int, slice, torch.Ten
 def parse_case(text: str) -> AttentionCase:
     """Return the case of --shape: KIND:GROUP+GROUP,hQ_KV,dSIZE,bSIZE, such as decode:4x700,h8_2,d64,b16.
 
-    A group is 4x700, whole prompts or decode steps over 700 keys, or 1x64of700, the last 64 tokens of 700. h: query and
-    KV heads, d: head size, b: block size. Another text raises InvalidInputError.
+    A group is 4x700, four whole prompts or decode steps over 700 keys; or 1x64of700, the last 64 tokens of 700. h:
+    query and KV heads, d: head size, b: block size. Another text raises InvalidInputError.
     """
     wrong = InvalidInputError(f"--shape {text}: expected such as decode:4x700,h8_2,d64 or mixed:1x64of700+8x300")
     match = _SHAPE.fullmatch(text)
@@ -267,12 +282,12 @@ def _decode(count: int, kilo: int, **options: Any) -> AttentionCase:
 
 
 def _chunk(**options: Any) -> AttentionCase:
-    """The last 2,048 tokens of a prompt of 8k beside 63 decode steps."""
+    """Return the last 2,048 tokens of a prompt of 8k beside 63 decode steps."""
     return AttentionCase("mixed", "chunk_2k+63x8k", ((1, 2048, 8192), (63, 1, 8192)), **options)
 
 
 def _latents(kind: str, batch: str, *groups: Group, heads: int = 128) -> AttentionCase:
-    """DeepSeek-V3's sizes; 16 heads are those of one of 8 ranks."""
+    """Return a case with DeepSeek-V3's sizes. A rank of 8 has 16 heads."""
     sizes: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "latent": True}
     return AttentionCase(kind, f"latents_{batch}", groups, (heads, 1), 64, **sizes)
 
@@ -294,7 +309,7 @@ def _with_options() -> list[AttentionCase]:
     return cases
 
 
-# Most important first: a run that is out of time has done these. They begin with the engine's default block size.
+# Most important first, in case time runs out. The first cases have the engine's default block size.
 _ORDER = (
     _decode(64, 8, block_size=64),
     _prefill(1, 8, block_size=64),

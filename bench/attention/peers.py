@@ -1,6 +1,6 @@
-"""Calls other implementations of attention on the same batches, in the same process.
+"""Calls of other implementations of attention on the same batches, in the same process.
 
-Dense peers (torch's) attend over contiguous copies of the keys and values, made before anything is timed.
+Dense peers (torch's) attend over contiguous copies of the keys and values. The copies are made before timing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paged.bench.contest import Peer
 from paged.bench.timing import Call
 
 _MAX_COPY_BYTES = 8 << 30
-_WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation recommends
-# Of vLLM's Triton backend: programs that its kernel without splits needs, splits of the other, and the longest query
-# that it splits.
+_WORKSPACE_BYTES = 128 << 20  # FlashInfer's documentation recommends this size
+# Settings of vLLM's Triton backend. Its kernel without splits runs if there are at least this many programs. Its other
+# kernel makes a fixed number of splits, and takes queries up to a longest one.
 _VLLM_MIN_GRID, _VLLM_SEGMENTS, _VLLM_MAX_SPLIT_QUERY = 128, 16, 8
 _VLLM_MLA_SPLIT = 512
 
@@ -46,7 +46,7 @@ def _needs(name: str, load: Callable[[], Any], *, latent: bool = False) -> Refus
             return "takes values of the keys' size only"
         try:
             load()
-        except Exception as error:  # imports probe for drivers and libraries, and fail in many ways
+        except Exception as error:  # imports look for drivers and libraries, and fail in many ways
             return f"{name} cannot be imported: {type(error).__name__}: {error}"
         return None
 
@@ -57,8 +57,8 @@ def _needs(name: str, load: Callable[[], Any], *, latent: bool = False) -> Refus
 def vllm_kernel(module: str, name: str) -> Callable[..., None]:
     """Return a Triton kernel's function of vLLM.
 
-    Its module imports the compiled extension through the platform without using it: if only the Python files exist, an
-    empty module replaces the extension.
+    The kernel's module imports vLLM's compiled extension without using it. If only the Python files exist, an empty
+    module replaces the extension.
     """
     extension = "vllm._C_stable_libtorch"
     if extension not in sys.modules and importlib.util.find_spec(extension) is None:
@@ -73,10 +73,10 @@ vllm_mla_decode = functools.partial(vllm_kernel, "triton_decode_attention", "dec
 
 
 def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
-    """The arguments that TritonAttentionImpl passes, with the workspace and the threshold of its metadata builder.
+    """Return calls with the arguments of TritonAttentionImpl, and the workspace and threshold of its metadata builder.
 
-    The threshold is the captured batch size next to _VLLM_MIN_GRID // num_kv_heads; for the 4, 8 and 16 heads of our
-    cases that is a captured size itself.
+    The threshold is the captured batch size next to _VLLM_MIN_GRID // num_kv_heads. Our cases' numbers of KV heads give
+    captured sizes.
     """
     (num_q_heads, num_kv_heads), device = step.case.heads, step.block_table.device
     threshold = _VLLM_MIN_GRID // num_kv_heads
@@ -113,7 +113,7 @@ def _vllm_calls(step: Step, layers: list[Layer]) -> list[Call]:
 
 
 def _vllm_mla_calls(step: Step, layers: list[Layer]) -> list[Call]:
-    """The arguments that TritonMLAImpl passes, with its number of splits: one for each 512 keys, a power of two."""
+    """Return calls with the arguments of TritonMLAImpl: one split for each 512 keys, rounded to a power of two."""
     (num_heads, _), device, case = step.case.heads, step.block_table.device, step.case
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     splits = min(1 << (max(1, step.max_seqlen_k // _VLLM_MLA_SPLIT) - 1).bit_length(), 2 * num_sms)
@@ -151,7 +151,7 @@ def _dense_on(*device_types: str) -> Refuses:
 
 
 def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
-    """Queries, keys and values [num_seqs, num_heads, length, head_dim], contiguous as in a model's dense cache."""
+    """Return queries, keys and values [num_seqs, num_heads, length, head_dim], contiguous as in a dense cache."""
     num_seqs, seq_len = len(step.case.lengths), step.max_seqlen_k
     num_blocks = -(-seq_len // step.case.block_size)
     table = step.block_table[:, :num_blocks].long()
@@ -162,7 +162,7 @@ def _dense(step: Step, layer: Layer) -> list[torch.Tensor]:
 
 
 def _sdpa_calls(step: Step, layers: list[Layer], backend: SDPBackend | None = None) -> list[Call]:
-    """backend: None lets PyTorch choose, as its users do."""
+    """Return calls of PyTorch's attention. backend: None lets PyTorch choose, as its users do."""
     is_causal = step.max_seqlen_q > 1
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -176,21 +176,21 @@ def _sdpa_calls(step: Step, layers: list[Layer], backend: SDPBackend | None = No
 
 
 def chosen_by_sdpa(step: Step, layer: Layer) -> str:
-    """Return which of its implementations `scaled_dot_product_attention` chooses."""
+    """Return the implementation that `scaled_dot_product_attention` chooses."""
     q, k, v = _dense(step, layer)
     choice = torch._fused_sdp_choice(q, k, v, is_causal=step.max_seqlen_q > 1, enable_gqa=True)
     return SDPBackend(choice).name.lower()
 
 
 def _flashinfer_calls(step: Step, layers: list[Layer]) -> list[Call]:
-    """The wrapper for chunks, or for batches of decode steps the one for those with tensor cores, which GQA needs."""
+    """Return calls of FlashInfer's wrapper for chunks or, for decode steps, of its wrapper with tensor cores."""
     flashinfer = _load_flashinfer()
     case, device, dtype = step.case, step.block_table.device, layers[0].q.dtype
     seq_lens, table = step.seq_lens.cpu(), step.block_table.cpu()
     num_blocks = (seq_lens + case.block_size - 1) // case.block_size
     indices = torch.cat([table[seq, :count] for seq, count in enumerate(num_blocks.tolist())])
     pages = (
-        functional.pad(num_blocks.cumsum(0), (1, 0)).int().to(device),  # where a sequence's pages begin
+        functional.pad(num_blocks.cumsum(0), (1, 0)).int().to(device),  # first page of each sequence
         indices.to(device),
         ((seq_lens - 1) % case.block_size + 1).to(device),  # tokens of its last page
     )

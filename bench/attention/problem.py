@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paged.bench.operations import Arguments
+from paged.kernels.core.dtypes import kv_kind
 
 
 @dataclass(frozen=True)
@@ -19,25 +19,27 @@ class Problem:
     lengths: tuple[tuple[int, int], ...]
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 32
-    v_head_dim: int | None = None  # head size of values; None: that of keys
+    v_head_dim: int | None = None  # head size of values; None: the head size of keys
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    causal: bool | tuple[bool, ...] = True  # of all sequences, or of each
+    causal: bool | tuple[bool, ...] = True  # one value for all sequences, or a value for each
     window_size: tuple[int, int] = (-1, -1)
     chunk_size: int = 0
     softcap: float = 0.0
     softmax_scale: float | None = None
     padding_rows: int = 0
-    # or "interleaved": K and V of a block side by side; "head_major": [Hkv, bs, D] in a block; "shared": V is the first
-    # elements of K
+    # "separate" tensors; "interleaved": K and V of a block side by side; "head_major": [Hkv, bs, D] in a block;
+    # "shared": V is the first elements of K.
     layout: str = "separate"
     sinks: bool = False
     alibi: bool = False
-    cache_dtype: torch.dtype | None = None  # None: that of q
-    scales: str = ""  # or "tensor": one scale of K and one of V; or "head": one a KV head; int8 has one a row
-    tree: bool = False  # a random mask over the new keys, each query seeing itself
+    cache_dtype: torch.dtype | None = None  # None: the dtype of q
+    scales: str = ""  # "tensor": one scale of K and one of V; "head": one per KV head; int8 always has one per row
+    tree: bool = False  # a random mask over the new keys; each query sees itself
     deterministic: bool = False
-    coverage: bool = False  # q = 0 and V one-hot of the position: every key counts the same, a dropped one shows
+    # (positions of a chosen block, entries of a row): random blocks, in disorder among entries of -1; (0, 0): all keys.
+    chosen: tuple[int, int] = (0, 0)
+    coverage: bool = False  # q = 0, V is one-hot of the position: every key counts the same, so a dropped key shows
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,15 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class Int8Tensors(Tensors):
-    """Those over int8 caches, with the scales of their rows."""
+class ScaledTensors(Tensors):
+    """The arguments of one call over caches that hold a scale for each row."""
 
     k_scale: torch.Tensor
     v_scale: torch.Tensor
 
 
 def make(problem: Problem, device: torch.device) -> Tensors:
-    """Make random tensors: tables shuffled over a pool three times larger than needed, NaN in slots without a token."""
+    """Make random tensors. Tables are shuffled over a pool three times as large as needed; free slots hold NaN."""
     num_q_heads, num_kv_heads = problem.heads
     block_size, head_dim = problem.block_size, problem.head_dim
     blocks_of = [math.ceil(seq_len / block_size) for _, seq_len in problem.lengths]
@@ -77,7 +79,7 @@ def make(problem: Problem, device: torch.device) -> Tensors:
         v_cache = torch.full((num_blocks, block_size, num_kv_heads, v_head_dim), math.nan)
 
     ids = iter((torch.randperm(num_blocks - 1) + 1).tolist())
-    # Entries beyond a sequence's blocks point far outside the pool, so that reading through one is a visible error.
+    # Table entries beyond a sequence's blocks point far outside of the pool, so that a kernel that follows one fails.
     block_table = torch.full((len(problem.lengths), max([*blocks_of, 1])), 2**30, dtype=torch.int32)
     for seq, (_, seq_len) in enumerate(problem.lengths):
         for index in range(blocks_of[seq]):
@@ -95,12 +97,10 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     q = torch.zeros(num_tokens, num_q_heads, head_dim)
     if not problem.coverage:
         q = torch.randn(num_tokens, num_q_heads, head_dim)
-    scales = torch.stack([k_cache.abs().amax(-1) / 127, v_cache.abs().amax(-1) / 127], -1)
-    if problem.cache_dtype == torch.int8:
-        k_cache = (k_cache / scales[..., :1]).round().nan_to_num()
-        v_cache = (v_cache / scales[..., 1:]).round().nan_to_num()
-    cache_dtype = problem.cache_dtype or problem.dtype
-    k_cache, v_cache = k_cache.to(device, cache_dtype), v_cache.to(device, cache_dtype)
+    kind = kv_kind(problem.cache_dtype or problem.dtype)
+    k_cache, k_scale = kind.encode(k_cache, None)
+    v_cache, v_scale = kind.encode(v_cache, None)
+    k_cache, v_cache = k_cache.to(device), v_cache.to(device)
     if problem.layout == "shared":
         v_cache = k_cache[..., :v_head_dim]
     tensors = Tensors(
@@ -111,12 +111,12 @@ def make(problem: Problem, device: torch.device) -> Tensors:
         cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
     )
-    if problem.cache_dtype != torch.int8:
+    if k_scale is None or v_scale is None:
         return tensors
-    k_scale, v_scale = scales.to(device).unbind(-1)
+    k_scale, v_scale = torch.stack([k_scale, v_scale], -1).to(device).unbind(-1)  # strided, as in a larger tensor
     if problem.layout == "shared":
         v_scale = k_scale
-    return Int8Tensors(**vars(tensors), k_scale=k_scale, v_scale=v_scale)
+    return ScaledTensors(**vars(tensors), k_scale=k_scale, v_scale=v_scale)
 
 
 def options(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -147,10 +147,42 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
             mask[start + torch.arange(q_len), torch.arange(q_len)] = True
             start += q_len
         chosen["mask"] = mask.to(device)
+    if problem.chosen[1]:
+        blocks = draw_blocks(problem.lengths, problem.padding_rows, num_kv_heads, *problem.chosen)
+        chosen["chosen_blocks"] = blocks.to(device)
+        chosen["chosen_block_size"] = problem.chosen[0]
     return chosen
 
 
-def call_of(problem: Problem, device: torch.device) -> Arguments:
+def draw_blocks(
+    lengths: tuple[tuple[int, int], ...], padding_rows: int, num_kv_heads: int, block_size: int, count: int
+) -> torch.Tensor:
+    """Draw int32 [num_tokens, num_kv_heads, count] blocks of each token's sequence, in disorder among entries of -1.
+
+    Some lie behind the token. Every other token and head chooses the token's own block, and every fifth token chooses a
+    block twice.
+    """
+    num_tokens = sum(q_len for q_len, _ in lengths) + padding_rows
+    chosen = torch.full((num_tokens, num_kv_heads, count), -1, dtype=torch.int32)
+    row = 0
+    for q_len, seq_len in lengths:
+        num_blocks = math.ceil(seq_len / block_size)
+        for position in range(seq_len - q_len, seq_len):
+            for head in range(num_kv_heads):
+                blocks = torch.randperm(num_blocks)
+                if (row + head) % 2 == 0 and num_blocks:
+                    own = max(position, 0) // block_size
+                    blocks = torch.cat([torch.tensor([own]), blocks[blocks != own]])
+                if row % 5 == 4:
+                    blocks = torch.cat([blocks[:1], blocks])
+                blocks = blocks[: max(count - 1, 1)]
+                places = torch.randperm(count)[: len(blocks)]
+                chosen[row, head, places] = blocks.int()
+            row += 1
+    return chosen
+
+
+def call_of(problem: Problem, device: torch.device) -> dict[str, Any]:
     """Make all arguments of `paged_attention`, with an output that holds NaN."""
     tensors = make(problem, device)
     return {

@@ -32,7 +32,8 @@ PROBLEMS = (
     Problem("boxes of keys that are values", ((1, 300), (70, 90)), layout="shared", block_size=64, dtype=HALF),
     Problem("fp8 keys that are values", ((1, 60), (20, 50)), layout="shared", cache_dtype=FP8, scales="head"),
     Problem("head_dim 8", MIXED[:5], head_dim=8),
-    # Blocks as vLLM makes them beside recurrent layers: as long as a layer's state.
+    # Block sizes that are no power of two. vLLM chooses them for models with recurrent layers, where a block takes as
+    # many bytes as a layer's state.
     Problem("split decodes", ((1, 1328), (1, 523), (4, 300)), heads=(2, 1), block_size=816),
     Problem("a split chunk beside short ones", ((17, 2300), (1, 37)), heads=(4, 1), block_size=528),
     Problem("left window", ((1, 60), (50, 50), (7, 90)), window_size=(16, -1)),
@@ -70,7 +71,7 @@ PROBLEMS = (
     Problem("int8 keys that are values", ((1, 60), (20, 50)), layout="shared", cache_dtype=INT8, dtype=HALF),
     Problem("int8 heads of 512", ((1, 33), (40, 60)), heads=(2, 1), head_dim=512, cache_dtype=INT8, v_head_dim=360),
     Problem("boxes of int8", ((1, 600), (70, 90)), cache_dtype=INT8, block_size=128, dtype=HALF, layout="head_major"),
-    # Blocks of 64 keys and more are fetched as boxes, in 16-bit types and fp8.
+    # Boxes are copies by the tensor memory accelerator. Blocks of 64 or more keys are fetched as boxes.
     Problem("boxes of 64", ((1, 600), (40, 50), (5, 18)), block_size=64, dtype=HALF),
     Problem("boxes of 128", ((1, 300), (70, 200), (3, 129)), block_size=128, dtype=HALF, head_dim=64),
     Problem("boxes in blocks of 192", ((1, 300), (70, 200)), block_size=192, dtype=HALF, layout="head_major"),
@@ -87,5 +88,15 @@ PROBLEMS = (
     Problem("padded rows", ((1, 20), (3, 3), (30, 30)), padding_rows=7),
     Problem("interleaved K and V", MIXED, layout="interleaved"),
     Problem("head-major blocks", MIXED, layout="head_major"),
+    Problem("chosen blocks", ((1, 40), (5, 18), (0, 9), (2, 1)), chosen=(16, 4), padding_rows=2),
+    Problem("chosen blocks of 128", ((1, 1300), (3, 300)), heads=(8, 2), chosen=(128, 3), block_size=64, sinks=True),
+    Problem("chosen blocks of 24", ((1, 130), (5, 60)), chosen=(24, 3), softcap=5.0, alibi=True, tree=True),
+    Problem("split chosen blocks", ((1, 5000), (1, 70)), heads=(2, 1), chosen=(64, 20), coverage=True, head_dim=64),
+    Problem("chosen blocks and a window", ((1, 90), (20, 70)), chosen=(8, 5), window_size=(30, -1), block_size=24),
+    Problem("chosen blocks, not causal", ((3, 40), (5, 50)), chosen=(16, 2), causal=(True, False), chunk_size=20),
+    Problem("chosen blocks of fp8", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=FP8, scales="head", dtype=HALF),
+    Problem("chosen blocks of int8", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=INT8, head_dim=48, v_head_dim=24),
+    Problem("chosen blocks of 70 heads a group", ((2, 60),), heads=(70, 1), chosen=(16, 2), head_dim=16),
+    Problem("chosen keys", ((1, 60), (9, 50)), chosen=(1, 30), deterministic=True),
     Problem("coverage", ((1, 2011), (1, 37), (25, 64)), heads=(1, 1), head_dim=64, coverage=True),
 )

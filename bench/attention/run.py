@@ -4,11 +4,13 @@
 
 A GPU runs bfloat16 at full size from CUDA graphs, in turns with the peers. A CPU runs what models run there, numba
 kernels or PyTorch, in float32 at small sizes. Block tables are shuffled. Consecutive calls use different layers'
-tensors, in total more than the cache holds. `sdpa` is PyTorch's attention as it chooses itself; the row says what.
+tensors, in total more than the cache holds. `sdpa` is PyTorch's attention; the row names the implementation that
+PyTorch chooses.
 
-A row is a call with a plan made before, as for all layers of a step except the first; `planning_us` is the time to make
-it, 0 if it is less than the noise. A row is refused if single queries differ from the float64 reference. A peer gets no
-ratio if they do, or if it differs from ours. Missing peers are listed; vLLM's files are found on PYTHONPATH.
+A row is a call with a plan made before, as in all layers of a step except the first. `planning_us` is the time to make
+the plan, 0 if it is less than the noise. A row is refused if single queries differ from the float64 reference. A peer
+that differs from the reference or from ours gets no ratio. Missing peers are listed; vLLM's files are found on
+PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ from paged.bench.attention.cases import (
 )
 from paged.bench.attention.peers import PEERS, chosen_by_sdpa
 from paged.bench.benchmark import SHARED, Benchmark, Json, Setting, backend_name
-from paged.bench.check import Result
+from paged.bench.check import agreement
 from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least, at_most
 from paged.bench.timing import num_sets
 
-# Limit of a case's seconds beyond its least samples: with 16k prompts a sample takes 60 ms or more.
+# Time limit of a case in seconds, and the number of samples that it takes even beyond the limit. A sample with 16k
+# prompts takes 60 ms or more.
 MAX_SECONDS, MIN_REPEATS = 2.0, 10
+# Kind of a batch -> goal of the speed, relative to vLLM's Triton kernel.
 _VLLM_RATIO = {"prefill": 2.5, "decode": 1.3, "mixed": 2.0, "latent": 1.5}
 _LONG_PREFILL = 4096
-_WIDE_HEAD = 256  # beyond it registers hold tiles of half as many rows
+_WIDE_HEAD = 256  # no TFLOP/s goal for wider heads: registers then hold half as many rows of a tile
 _LARGE_KV_BYTES = 256_000_000
 
 
@@ -52,12 +56,12 @@ def contest(case: AttentionCase, setting: Setting) -> Contest:
     num_layers, is_cold = num_sets(cost.num_bytes, setting.device, MAX_LAYERS)
     step, layers = case.tensors(setting.device, setting.dtype, num_layers)
     spots = expected_spots(step, layers[0])
-    about = {"name": case.name, "backend": backend_name(setting.device, has_loops=not case.latent)}
+    about = {"name": case.name, "backend": backend_name(setting.device, has_numba_kernels=not case.latent)}
     entries = Contest(about, setting, cost, is_cold, MAX_SECONDS, MIN_REPEATS)
 
     def check_spots(out: torch.Tensor) -> None:
         for token, heads, want in spots:
-            Result(out.reshape(*layers[0].q.shape[:2], -1)[token, heads], want).check()
+            agreement(out.reshape(*layers[0].q.shape[:2], -1)[token, heads], want).check()
 
     our_calls = ours(step, layers)
     entries.add(OURS, our_calls, check_spots)
@@ -65,7 +69,7 @@ def contest(case: AttentionCase, setting: Setting) -> Contest:
 
     def check_all(out: torch.Tensor) -> None:
         check_spots(out)
-        Result(out.reshape(our_out.shape), our_out).check()
+        agreement(out.reshape(our_out.shape), our_out).check()
 
     entries.add("planning", ours_with_planning(step, layers), check_all)
     entries.add_peers(PEERS, case, lambda peer: peer.make(step, layers), check_all)
@@ -82,7 +86,7 @@ def contest(case: AttentionCase, setting: Setting) -> Contest:
 
 
 def goals(case: AttentionCase, row: Json, limits: Ceilings) -> list[Goal]:
-    """Return the goals of a row on one H200; `row` is without them."""
+    """Return the goals of a row on one H200; `row` has no goals yet."""
     ratios = {}
     for name, peer in row["peers"].items():
         ratios[name] = peer["ratio"]
@@ -92,7 +96,7 @@ def goals(case: AttentionCase, row: Json, limits: Ceilings) -> list[Goal]:
         ratio = _VLLM_RATIO["latent"]
         judged = [at_least(f"{ratio}x vLLM's Triton MLA", ratios.get("vllm_mla"), ratio)]
         if reads_much:
-            # FlashMLA reaches 660 TFLOP/s of a H800 at 128 heads, where the matrix unit is the limit.
+            # The goal is 500 TFLOP/s: with 128 heads the matrix unit is the limit, see bench/limits.md.
             share = max(row["tflop_per_s"] / 500, bandwidth / 75)
             judged.append(at_least("500 TFLOP/s or 75 % of the copy bandwidth, in parts", share, 1.0))
         return judged

@@ -3,9 +3,9 @@
     python -m bench.attention.tune [--json FILE] [--budget SECONDS] [--only NAME] [--repeats N]
 
 A candidate is refused, with the reason, if it does not compile, spills too much to launch, or differs from the
-chooser's tile. The report sorts the others by `over_chosen`, the chooser's time over theirs, both measured in turns.
-`--only "chosen with"` compares numbers of stages alone. Copy the winners into `kernels/attention/config.py`, or those
-of latents into `kernels/mla/config.py`, by hand, with the measurement in the comment. Needs a GPU.
+chooser's tile. The report sorts the other candidates by `over_chosen`, the chooser's time over the candidate's, both
+measured in turns. `--only "chosen with"` compares numbers of stages alone. Copy the best tiles into the tables of
+`kernels/attention/tiles.py` by hand, with the measurement in the comment. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -24,24 +23,24 @@ import torch
 
 from paged.bench.attention.cases import CASES, MAX_LAYERS, AttentionCase, ours
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
-from paged.bench.check import Result
+from paged.bench.check import agreement
 from paged.bench.contest import OURS, Contest
 from paged.bench.timing import num_sets, sampler
-from paged.kernels.attention import config as attention_config
-from paged.kernels.common.attention.plan import AttentionTile
-from paged.kernels.mla import config as mla_config
+from paged.kernels.attention import tiles
+from paged.kernels.attention.plan import AttentionTile
 
-# Two prompts, decodes and verify rows, each gathered and in boxes, and both kinds of latents: what tiles depend on.
+# One case for each batch with tiles of its own: prompts, decodes and verify rows, each gathered and in boxes, and
+# latents of few and many heads.
 NAMES = [f"prefill.4x4k.h32_8.b{block_size}" for block_size in (16, 64, 128)]
 NAMES += ["decode.64x8k.h32_8.b16", "decode.64x8k.h32_8.b64", "mixed.verify_64x5x8k.h32_8.b16"]
 NAMES += [f"decode.latents_64x8k.h{heads}_1.b64.d576_512" for heads in (16, 128)]
-# Tiles of a batch to try before the next batch's turn.
+# Number of tiles of a batch that are timed before the next batch's turn, so that every batch gets its turn early.
 _AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class TileCase:
-    """A batch with one tile, or with the chooser's; num_stages: with so many stages instead of the chooser's."""
+    """A batch with one tile, or with the chooser's. num_stages: stages that replace the chooser's number."""
 
     case: AttentionCase
     tile: AttentionTile | None = None
@@ -53,14 +52,14 @@ class TileCase:
 
     @property
     def chosen(self) -> str:
-        """The name's text for a case without a tile."""
+        """The part of a case's name that means the chooser's tile."""
         if self.num_stages is None:
             return "chosen"
         return f"chosen with {self.num_stages} stages"
 
     @property
     def kind(self) -> str:
-        """The kind of tile: cases of "mixed" are verify rows, which take decode tiles."""
+        """The kind of tile: "mixed" cases are verify rows, which take decode tiles."""
         if self.case.latent:
             return "latents"
         if self.case.kind == "prefill":
@@ -69,9 +68,9 @@ class TileCase:
 
 
 def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
-    """Tiles of one kind over caches of one block size; boxes wherever a block holds BLOCK_N keys, but for latents.
+    """Yield tiles of one kind over caches of one block size. A block of BLOCK_N keys or more is a box, except latents.
 
-    programs_per_sm is what the planner aims at: where more fit, a lower number only makes longer work items.
+    The planner aims at programs_per_sm. If more programs fit, a lower number only makes work items longer.
     """
     can_box = kind != "latents"
     if kind == "prefill":
@@ -81,7 +80,7 @@ def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
     else:
         shapes = itertools.product((16, 32, 64), (16, 32, 64), (4, 8), (2, 3, 5), (1, 2))
     for block_m, block_n, num_warps, num_stages, programs in shapes:
-        if block_m // 16 >= num_warps // 2:  # more warps than 16-row slices twice over have nothing to do
+        if block_m // 16 >= num_warps // 2:  # more than two warps per 16 rows have no work
             tile = AttentionTile(block_m, block_n, num_warps, num_stages, programs)
             yield tile
             if can_box and block_size >= block_n:
@@ -89,16 +88,14 @@ def candidates(kind: str, block_size: int) -> Iterator[AttentionTile]:
 
 
 def with_tile(kind: str, tile: AttentionTile | None, num_stages: int | None = None) -> mock._patch:  # type: ignore[type-arg]
-    """Return a context in which plans use `tile` for their sequences of one kind; None for the chooser's.
+    """Return a context in which plans use `tile` for their sequences of one kind; None for the chooser's tile.
 
     num_stages: stages of the tile; None for its own.
     """
     name = f"{kind}_tile"
-    module: ModuleType = attention_config
     if kind == "latents":
         name = "mla_tile"
-        module = mla_config
-    choose = getattr(module, name)
+    choose = getattr(tiles, name)
 
     def changed(*args: Any, **options: Any) -> AttentionTile:
         chosen: AttentionTile = tile or choose(*args, **options)
@@ -106,13 +103,13 @@ def with_tile(kind: str, tile: AttentionTile | None, num_stages: int | None = No
             return replace(chosen, num_stages=num_stages)
         return chosen
 
-    return mock.patch.object(module, name, changed)
+    return mock.patch.object(tiles, name, changed)
 
 
 def cases(_: Setting) -> list[TileCase]:
     """Return the cases in an order that spreads them over all batches and tiles, in case time runs out.
 
-    First come the chooser's tiles with every number of stages that a candidate has.
+    The chooser's tiles come first, with every number of stages that a candidate has.
     """
     of_stages: list[TileCase] = []
     rounds: dict[int, list[TileCase]] = {}
@@ -130,7 +127,7 @@ def cases(_: Setting) -> list[TileCase]:
 
 @functools.lru_cache(maxsize=1)
 def _batch(case: AttentionCase, setting: Setting) -> tuple[Any, ...]:
-    """Return tensors, the chooser's result, and a function that times a call of it."""
+    """Return tensors, the chooser's result, and a function that times a call."""
     torch.manual_seed(0)
     num_bytes = case.cost(setting.dtype).num_bytes
     tensors = case.tensors(setting.device, setting.dtype, num_sets(num_bytes, setting.device, MAX_LAYERS)[0])
@@ -146,7 +143,7 @@ def measure(case: TileCase, setting: Setting) -> Json:
         tile = asdict(case.tile)
     entries = Contest({"name": case.case.name, "tile": tile}, setting, case.case.cost(setting.dtype))
     with with_tile(case.kind, case.tile, case.num_stages):
-        entries.add(OURS, ours(*tensors), lambda out: Result(out, expected).check())
+        entries.add(OURS, ours(*tensors), lambda out: agreement(out, expected).check())
         entries.samples["chosen"] = time_chosen
         row = entries.row()
     return row | {"over_chosen": row["peers"].pop("chosen")["ratio"]}

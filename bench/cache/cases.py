@@ -1,4 +1,4 @@
-"""Cases of the cache benchmark: the manager's calls in each."""
+"""Cases of the cache benchmark: the calls of the manager in each case."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from paged import KvSlotRequest, PagedKvCacheConfig, PagedKvCacheManager
 from paged.bench.check import WrongResultError
 
 BLOCK_SIZE = 16
-# Enough that only the eviction case evicts: 300 samples of 2,048 tokens each take 38,400 blocks.
+# Number of blocks, so many that only the eviction case evicts: 300 samples of 2,048 tokens take 38,400 blocks.
 NUM_BLOCKS = 40_000
-# Decode steps before new sequences start.
+# Number of decode steps before new sequences start.
 DECODE_STEPS = 256
 _VOCAB_SIZE = 50_000
 _NUM_TOKENS = 2048
@@ -44,26 +44,25 @@ class Case:
         return self.function(**self.arguments)
 
     def theirs(self, peer: Any) -> Samples:
-        """peer: a module."""
+        """Return the peer's samples. peer: a module."""
         samples: Samples = getattr(peer, self.function.__name__)(**self.arguments)
         return samples
 
 
 def prompts(num_tokens: int) -> Iterator[list[int]]:
-    """Yield prompts of random token ids endlessly, the same for every caller."""
+    """Yield prompts of random token ids endlessly, the same prompts for every caller."""
     generator = random.Random(0)
     while True:
         yield generator.choices(range(_VOCAB_SIZE), k=num_tokens)
 
 
 def decode_lengths() -> list[int]:
-    """Return the lengths of 256 sequences near 1,000: 992 to 1,007, so that 16 of them need a block in every step."""
+    """Return 256 lengths near 1,000. In every step, the same number of sequences needs a new block."""
     return [992 + index % BLOCK_SIZE for index in range(256)]
 
 
 def check_hit(num_cached_tokens: int, num_tokens: int, *, cached: bool) -> None:
-    """Raise WrongResultError unless all of the prompt except its last block or token was found, or nothing if not
-    cached.
+    """Raise WrongResultError unless all of the prompt except its last block or token was found, or none if not cached.
 
     The last token is always computed. Ours shares its block and copies it; the peer computes the whole block.
     """
@@ -95,7 +94,7 @@ def allocate_free(num_tokens: int, *, prefix_cache: bool, num_blocks: int = NUM_
     cache, fresh = _manager(num_blocks, prefix_cache=prefix_cache), prompts(num_tokens)
     tokens = None
     if prefix_cache:
-        _publish_free(cache, next(fresh))  # an empty index would need no look-up
+        _publish_free(cache, next(fresh))  # with an empty index, a look-up would cost nothing
     while True:
         if prefix_cache:
             tokens = next(fresh)

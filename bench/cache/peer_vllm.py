@@ -1,8 +1,8 @@
 """vLLM's KVCacheManager in the cases of the cache benchmark, by functions of the same names as ours.
 
-Importing this needs vLLM's Python files, and no GPU.
+The import needs vLLM's Python files, and no GPU.
 
-The peer gives room and publishes full blocks in one call, `allocate_slots`. It hashes a request's blocks when the
+The peer allocates blocks and publishes full ones in one call, `allocate_slots`. It hashes a request's blocks when the
 request is made.
 """
 
@@ -28,7 +28,7 @@ _IDS = itertools.count()
 
 
 def _manager(num_blocks: int = NUM_BLOCKS, *, prefix_cache: bool = True) -> KVCacheManager:
-    """One more block than `num_blocks`: the first is never handed out."""
+    """Return a manager with one more block than `num_blocks`, because the first is never handed out."""
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float16)
     group = KVCacheGroupSpec(["layer"], spec)
     config = KVCacheConfig(num_blocks=num_blocks + 1, kv_cache_tensors=[], kv_cache_groups=[group])
@@ -57,7 +57,7 @@ def _allocate(cache: KVCacheManager, request: Request, num_tokens: int) -> None:
 
 
 def allocate_free(num_tokens: int, *, prefix_cache: bool) -> Iterator[float]:
-    """The request and its hashes are there before; with the prefix cache its blocks are published."""
+    """Allocate and free. The request and its hashes exist before; with the prefix cache its blocks are published."""
     cache, fresh = _manager(prefix_cache=prefix_cache), prompts(num_tokens)
     request = _request(next(fresh))
     while True:
@@ -82,7 +82,7 @@ def publish_free(num_tokens: int) -> Iterator[float]:
 
 
 def decode_step() -> Iterator[float]:
-    """One `allocate_slots` a sequence; the blocks that fill up are hashed before and published."""
+    """Call `allocate_slots` once a sequence. The blocks that fill up are hashed before, and published."""
     while True:
         cache = _manager()
         requests = []
@@ -103,7 +103,7 @@ def decode_step() -> Iterator[float]:
 
 
 def prefix_match(num_tokens: int, *, cached: bool) -> Iterator[float]:
-    """Hash a prompt's blocks and look them up; no references are taken, no room is given."""
+    """Hash a prompt's blocks and look them up. The call takes no references and allocates nothing."""
     cache, fresh = _manager(), prompts(num_tokens)
     known = next(fresh)
     first = _request(known)
@@ -121,7 +121,7 @@ def prefix_match(num_tokens: int, *, cached: bool) -> Iterator[float]:
 
 
 def evict(num_tokens: int, num_blocks: int) -> Iterator[float]:
-    """Every block comes from a published one; the request and its hashes are there before, its blocks are published."""
+    """Allocate blocks that are all evicted. The request and its hashes exist before; its blocks are published."""
     cache, fresh = _manager(num_blocks), prompts(num_tokens)
     for tokens in itertools.islice(fresh, num_blocks * BLOCK_SIZE // num_tokens):
         request = _request(tokens)

@@ -2,20 +2,20 @@
 
     python -m bench.cache.run [--json FILE] [--only NAME] [--repeats N]
 
-The peer takes part if its Python files of PEER_VERSION are on PYTHONPATH. Tensors are tiny, so that bookkeeping is
-timed. Rows, and the peer's work for them:
+The peer takes part if its Python files of PEER_VERSION are on PYTHONPATH. Tensors are tiny, so the times are times of
+bookkeeping. Rows, and the peer's work for them:
 
 allocate_free: allocate a 2,048-token sequence, and free it. With the prefix cache, ours looks the new prompt up; the
     peer has its hashes already, and publishes the blocks.
 publish_free: from the token ids of a 2,048-token prompt to published and freed blocks; both hash the prompt.
 decode_step: reserve one more token for 256 sequences.
 prefix_match: ours allocates a prompt and shares its cached blocks; the peer hashes it and looks it up. Ours hashes no
-    further than the index knows the prompt: for a new prompt its first block, the rest when it is published.
+    further than the index knows the prompt: only the first block of a new prompt, and the others when it is published.
 evict: allocate 2,048 tokens in a pool full of cached blocks. Ours looks the new prompt up, the peer publishes it.
 metadata: build the metadata of 256 sequences, in "mixed" with 8 chunks of 64 tokens. Ours only.
 pool: allocate_free with the prefix cache, in pools of different sizes. Ours only.
 
-Packing ids, 8 ns each, and hashing them take a third of our publish_free.
+Packing and hashing token ids take a third of our publish_free.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def contest(case: Case, setting: Setting) -> Contest:
 
 
 def goals(case: Case, row: Json) -> list[Goal]:
-    """Return the goal of a row: microseconds, or a ratio to the peer's."""
+    """Return the goal of a row: microseconds, or a ratio to the peer's time."""
     if case.goal_us is not None:
         return [at_most(f"{case.goal_us:.0f} us", row["median_us"], case.goal_us)]
     if case.has_peer:

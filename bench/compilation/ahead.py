@@ -2,9 +2,9 @@
 
     python -m bench.compilation.ahead VARIANTS ... [--budget SECONDS]
 
-A process that meets its kernels one by one compiles them one by one, 3 seconds each. VARIANTS are files that
-`tests.emulated_device.machine` writes. Where there is a GPU the launchers are made as well, which a C compiler takes
-0.3 seconds for, each; without one, the kernels for an H200.
+A process compiles the kernels that it meets one by one, which takes 3 seconds each. VARIANTS are files that
+`tests.emulated_device.machine` writes. On a machine with a GPU, the launchers are compiled too; on another machine, the
+kernels are compiled for an H200.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import triton
 from triton.compiler import ASTSource
 
 from paged.bench.benchmark import option_parser
-from paged.bench.compilation.case import TARGETS
+from paged.bench.compilation.machine_code import GPU_TARGETS
 from paged.bench.watchdog import WATCHDOG
-from paged.kernels.common.compilation import compile_all
+from paged.kernels.core.launch import compile_all
 
 
 class Variant(NamedTuple):
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
 
 def read_variants(paths: Iterable[Path]) -> list[bytes]:
-    """The distinct variants of files, in the order of their first launch, pickled as they are there."""
+    """Return the distinct variants of files, pickled as in the files, in the order of their first launch."""
     variants: dict[bytes, None] = {}
     for path in paths:
         with path.open("rb") as file:
@@ -52,15 +52,17 @@ def read_variants(paths: Iterable[Path]) -> list[bytes]:
 
 
 def variants_of(run: Callable[[], object]) -> list[bytes]:
-    """The variants that `run` would launch and that this process has not compiled; it is called without its launches,
-    see `compile_all`."""
+    """Return the variants that `run` would launch and that this process has not compiled.
+
+    `run` is called without its launches, see `compile_all`.
+    """
     variants: dict[bytes, None] = {}
 
     def note(*, fn: Any, compile: Mapping[str, Any], **_: Any) -> bool:  # noqa: A002
         options = {name: compile[name] for name in ("num_warps", "num_stages")}
         parts = (compile["signature"], compile["constants"], compile["configs"][0], options)
         variants[pickle.dumps(Variant(fn.module, fn.jit_function.fn.__name__, *map(dict, parts)))] = None
-        return True  # there is nothing to compile
+        return True  # tells Triton not to compile
 
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = note
@@ -74,7 +76,7 @@ def compile_variant(pickled: bytes) -> str:
     try:
         kernel = getattr(importlib.import_module(variant.module), variant.name)
         has_gpu = torch.cuda.is_available()
-        target = TARGETS["sm_90"]
+        target = GPU_TARGETS["sm_90"]
         if has_gpu:
             target = triton.runtime.driver.active.get_current_target()
         source = ASTSource(kernel, variant.signature, variant.constexprs, variant.attrs)
@@ -82,14 +84,16 @@ def compile_variant(pickled: bytes) -> str:
         compiled = triton.compile(source, target=target, options=options)
         if has_gpu:
             triton.runtime.driver.active.launcher_cls(compiled.src, compiled.metadata)
-    except Exception as error:  # the compiler raises many kinds; a launch raises them again
+    except Exception as error:  # the compiler raises many kinds, and a launch raises them again
         return f"{variant.name}: {type(error).__name__}: {str(error)[:200]}"
     return ""
 
 
 def compile_ahead(variants: Sequence[bytes], seconds: float) -> list[str]:
-    """Compile variants, the first ones first, by as many processes as there are cores; start none after so many
-    seconds. Return the error, or "", of each compiled variant."""
+    """Compile variants in order, in as many processes as there are cores, and start none after so many seconds.
+
+    Return the error, or "", of each compiled variant.
+    """
     end, done = time.monotonic() + seconds, []
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         for error in pool.map(compile_variant, variants):
@@ -102,7 +106,7 @@ def compile_ahead(variants: Sequence[bytes], seconds: float) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the errors; the exit code is 1 where there is one."""
+    """Print the errors; the exit code is 1 if there is one."""
     parser = option_parser(__doc__, "budget")
     parser.add_argument("files", type=Path, nargs="*", metavar="VARIANTS")
     args = parser.parse_args(argv)

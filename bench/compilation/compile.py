@@ -3,21 +3,19 @@
     python -m bench.compilation.compile [--target sm_90 ...] [--only NAME] [--new [--again] [--sample N]] [--record]
         [--json FILE]
 
-Registers, spills, shared memory and the instructions that matter come from the compiled code itself: `cuobjdump` and
-`nvdisasm` from the triton wheel for NVIDIA, the assembly's metadata for AMD. The last column counts those of the inner
-loop. Run without TRITON_INTERPRET.
+Registers, spills, shared memory and instructions come from the compiled code itself: through `cuobjdump` and `nvdisasm`
+from the triton wheel for NVIDIA, from the assembly's metadata for AMD. The last column counts the instructions of the
+inner loop. Run without TRITON_INTERPRET.
 
-Compiling all takes about 35 minutes of one core. `--record` keeps in clean/ which cases were found without a
-problem, by a hash of all that the result depends on; `--new` compiles those that are not there, and with `--again` a
+Compiling all cases takes about 35 minutes of one core. `--record` writes to clean/ which cases have no problem, by a
+hash of everything that the result depends on. `--new` compiles the cases that are not in clean/; with `--again` also a
 sixteenth of the others. If clean/ has no case of a target, as for a new Triton, `--sample` compiles N cases of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import pkgutil
 import re
 import struct
 import subprocess
@@ -33,22 +31,23 @@ import triton
 import triton.language as tl
 from triton.compiler import ASTSource, CompiledKernel
 
-import paged.bench.compilation.cases
 from paged.bench.benchmark import check_only, option_parser
-from paged.bench.compilation.case import TARGETS, CompileCase
-from paged.bench.compilation.machine_code import SM_LIMITS, count, occupancy, read_code
+from paged.bench.cards.cards import CARDS
+from paged.bench.compilation.cases import checks
+from paged.bench.compilation.cases.case import TARGETS, CompileCase
+from paged.bench.compilation.machine_code import GPU_TARGETS, SM_LIMITS, count, occupancy, read_code
 
-# Shared memory one program may take, bytes: all of an SM's that is not reserved.
+# Target -> bytes of shared memory that one program may take: all unreserved memory of an SM.
 SHARED_LIMIT = {target: limits.shared - limits.shared_reserved for target, limits in SM_LIMITS.items()}
 CLEAN = Path(__file__).parent / "clean" / f"{triton.__version__}.txt"
-# Kernels disassembled at once: nvdisasm takes half a second to start, which was a third of the whole run when it was
-# started for each kernel.
+# Number of kernels that are disassembled together, because nvdisasm takes half a second to start.
 _AT_ONCE = 32
 _INSTRUCTION_BYTES = 16
-# ptxas spills a register or two outside the loop if one more program then fits an SM.
+# Number of accepted spilling instructions outside the loop: ptxas spills a register or two there if one more program
+# then fits on an SM.
 _SPILLS_OUTSIDE_LOOP = 4
-# Accepted spills outside the loop, by version of Triton: at most 28 instructions a program. Tiles without spills take
-# 1.2 to 2 times the instructions a key.
+# Version of Triton -> case -> number of spilling instructions that are accepted outside the loop. Tiles without spills
+# are slower, see bench/limits.md.
 _KNOWN_SPILLS = {
     "3.6.0": {
         "paged_attention decode 16 x 64 D=128 bf16 int8 cache window options for sm_90": 8,
@@ -65,10 +64,10 @@ _KNOWN_SPILLS = {
 
 @dataclass(frozen=True)
 class Report:
-    """A case compiled for a target; memory in bytes, registers a thread, tensor memory in columns.
+    """A case compiled for a target; memory in bytes, registers of a thread, tensor memory in columns.
 
     instructions, loop: number of each of `INSTRUCTIONS` in the kernel and in its inner loop (`machine_code.read_code`);
-    under "all" the number of instructions. loop_spills: `spills` in the inner loop; on AMD, all.
+    "all" counts all instructions. loop_spills: spills in the inner loop; on AMD, all spills.
     """
 
     name: str
@@ -91,18 +90,18 @@ class Report:
 
 @cache
 def all_cases() -> list[CompileCase]:
-    """Every case of the modules in bench/compilation/cases, each of which defines `cases() -> list[CompileCase]`."""
-    cases = []
-    for name in sorted(module.name for module in pkgutil.iter_modules(paged.bench.compilation.cases.__path__)):
-        cases += importlib.import_module(f"paged.bench.compilation.cases.{name}").cases()
+    """Return the cases of every card, and of the checks of ids."""
+    cases = checks.cases()
+    for card in CARDS.values():
+        cases += card.compiled()
     return cases
 
 
 def case_key(case: CompileCase, target: str) -> str:
     """Return a hash of everything that `problems` of a case depend on.
 
-    The kernel's source with the functions it calls, its arguments and options, the compiler's version, and the
-    expected instructions.
+    It covers the kernel's source with the functions it calls, its arguments and options, the compiler's version, and
+    the expected instructions.
     """
     parts: tuple[Any, ...] = (
         *(triton.__version__, sources(case.kernel), target, SM_LIMITS[target], _SPILLS_OUTSIDE_LOOP),
@@ -116,9 +115,9 @@ def case_key(case: CompileCase, target: str) -> str:
 
 @cache
 def sources(kernel: Any) -> list[tuple[str, str]]:
-    """A kernel's source, those of the functions that it calls, and the constants they use, by name.
+    """Return the sources of a kernel and of the functions that it calls, and the constants they use, by name.
 
-    Triton's own `cache_key` also depends on which kernels of the process were hashed before.
+    Triton's own `cache_key` would also depend on which kernels of the process were hashed before.
     """
     texts: dict[Any, str] = {}
     waiting = [(kernel.fn.__name__, kernel)]
@@ -134,7 +133,7 @@ def sources(kernel: Any) -> list[tuple[str, str]]:
 
 
 def needs_compiling(key: str, clean: set[str], again: bool = False) -> bool:
-    """Whether a case is not known to be clean, or, with `again`, is every sixteenth of them."""
+    """Return whether a case is not known to be clean, or is a known one that `again` chooses: every sixteenth."""
     return key not in clean or (again and int(key, 16) % 16 == 0)
 
 
@@ -143,16 +142,16 @@ def choose_new(
 ) -> list[CompileCase]:
     """Return the cases of a target that `needs_compiling`.
 
-    sample: if `clean` has no case of the target, return this many of them, from all over the list.
+    sample: if `clean` has no case of the target, return this many cases, spread over the list.
     """
     chosen = []
-    has_record = False
+    has_clean = False
     for case in cases:
         key = case_key(case, target)
-        has_record = has_record or key in clean
+        has_clean = has_clean or key in clean
         if needs_compiling(key, clean, again):
             chosen.append(case)
-    if sample is not None and sample < len(cases) and not has_record:
+    if sample is not None and sample < len(cases) and not has_clean:
         return [cases[index * len(cases) // sample] for index in range(sample)]
     return chosen
 
@@ -190,7 +189,7 @@ def _compile(case: CompileCase, target: str) -> CompiledKernel:
             attributes[position,] = [["tt.divisibility", 16]]
     source = ASTSource(fn=case.kernel, signature=case.signature, constexprs=constexprs, attrs=attributes)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    return triton.compile(source, target=TARGETS[target], options=options)
+    return triton.compile(source, target=GPU_TARGETS[target], options=options)
 
 
 def _report(case: CompileCase, target: str, compiled: CompiledKernel, text: str) -> Report:
@@ -225,13 +224,13 @@ def _num_spills(opcodes: list[str]) -> int:
 
 
 def _machine_code(compiled: list[CompiledKernel], target: str) -> list[str]:
-    """AMD's assembly or NVIDIA's SASS of each."""
+    """Return the machine code of each kernel: AMD's assembly or NVIDIA's SASS."""
     if target.startswith("gfx"):
         return [kernel.asm["amdgcn"] for kernel in compiled]
     sections = [_code_section(kernel.asm["cubin"]) for kernel in compiled]
-    capability = TARGETS[target].arch
+    capability = GPU_TARGETS[target].arch
     architecture = f"SM{capability}"
-    if capability >= 90:  # as Triton compiles
+    if capability >= 90:  # as Triton does when it compiles
         architecture += "a"
     sass = _nvidia_tool("nvdisasm", b"".join(sections), "--no-dataflow", "--binary", architecture)
     lines = [line for line in sass.splitlines() if re.search(r"/\*[0-9a-f]{4,}\*/", line)]
@@ -246,10 +245,10 @@ def _machine_code(compiled: list[CompiledKernel], target: str) -> list[str]:
 
 
 def _code_section(cubin: bytes) -> bytes:
-    """The instructions in a cubin, an ELF file of 64 bits with one `.text` section, that of the kernel."""
+    """Return the instructions in a cubin: an ELF file of 64 bits whose one `.text` section is the kernel's."""
     (table,) = struct.unpack_from("<Q", cubin, 0x28)
     entry_bytes, num_entries, names = struct.unpack_from("<3H", cubin, 0x3A)
-    # name, type, flags, address, offset, size
+    # Fields of an ELF section header: name, type, flags, address, offset, size.
     headers = [struct.unpack_from("<2I4Q", cubin, table + entry * entry_bytes) for entry in range(num_entries)]
     texts = []
     for name, _, _, _, offset, size in headers:
@@ -260,13 +259,13 @@ def _code_section(cubin: bytes) -> bytes:
 
 
 def _registers(cubin: bytes) -> int:
-    """Registers a thread."""
+    """Return the registers of a thread."""
     (registers,) = re.findall(r"REG:(\d+)", _nvidia_tool("cuobjdump", cubin, "-res-usage"))
     return int(registers)
 
 
 def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
-    """Return the output of one of the triton wheel's programs for a file with this content."""
+    """Run a program of the triton wheel on a file with this content, and return its output."""
     program = next(Path(triton.__file__).parent.glob(f"backends/nvidia/bin/{name}*"))
     with tempfile.NamedTemporaryFile() as file:
         file.write(content)
@@ -275,7 +274,7 @@ def _nvidia_tool(name: str, content: bytes, *options: str) -> str:
 
 
 def problems(case: CompileCase, report: Report) -> list[str]:
-    """Return a report's problems: spills that cost time, shared memory, programs an SM, a missing instruction."""
+    """Return a report's problems: spills that cost time, shared memory, programs per SM, a missing instruction."""
     texts = []
     allowed = _KNOWN_SPILLS.get(triton.__version__, {}).get(report.name, _SPILLS_OUTSIDE_LOOP)
     if (report.loop_spills or report.spills > allowed) and not case.may_spill:
@@ -294,12 +293,16 @@ HEADER = f"{'case':56} {'target':8} {'regs':>4} {'spills':>6} {'shared':>7} {'pr
 
 
 def main(argv: list[str] | None = None, write: Callable[[str], object] = print) -> int:
-    """Print the table; the exit code is 1 where a report shows a problem."""
+    """Print the table; the exit code is 1 if a report shows a problem."""
     parser = option_parser(__doc__, "only", "json")
-    parser.add_argument("--target", nargs="+", choices=list(TARGETS), default=list(TARGETS))
-    parser.add_argument("--new", action="store_true", help="leave out the cases in clean/")
-    parser.add_argument("--again", action="store_true", help="with --new: also a sixteenth of those")
-    parser.add_argument("--sample", type=int, metavar="N", help="with --new: N cases of a target without a clean one")
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--new", action="store_true", help="compile only cases that are not in clean/")
+    parser.add_argument(
+        "--again", action="store_true", help="with --new: also compile a sixteenth of the cases in clean/"
+    )
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="with --new: compile N cases of a target that has none in clean/"
+    )
     parser.add_argument("--record", action="store_true", help="write cases without a problem to clean/")
     args = parser.parse_args(argv)
     every_case = all_cases()

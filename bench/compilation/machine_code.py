@@ -1,12 +1,19 @@
-"""Machine code as text, NVIDIA's SASS or AMD's assembly: its instructions, its loops, how many programs fit an SM."""
+"""Machine code as text, NVIDIA's SASS or AMD's assembly: its instructions and loops, and programs that fit an SM."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-# Name in tables and in `CompileCase.expect` -> what its opcodes begin with. LDGSTS is an asynchronous copy to shared
-# memory, LDGSTS.128 one of 16 bytes a thread, UTMALDG one by the tensor memory accelerator.
+from triton.backends.compiler import GPUTarget
+
+from paged.bench.compilation.cases.case import TARGETS
+
+GPU_TARGETS = {name: GPUTarget("cuda", int(name.removeprefix("sm_")), 32) for name in TARGETS if name.startswith("sm")}
+GPU_TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+# Name of an instruction in tables and in `CompileCase.expect` -> pattern for the beginning of its opcode. LDGSTS is an
+# asynchronous copy to shared memory; LDGSTS.128 copies 16 bytes a thread. UTMALDG is a copy by the tensor memory
+# accelerator.
 INSTRUCTIONS = {
     "HGMMA": r"HGMMA",
     "HMMA": r"HMMA",
@@ -29,8 +36,11 @@ _AMD_LINE = re.compile(r"^(?:(\.L\w+):|\t([a-z]\w+)(.*))", re.MULTILINE)
 
 @dataclass(frozen=True)
 class SmLimits:
-    """Resources that the programs on an SM or compute unit share: warps, programs, registers a lane of one of its four
-    schedulers, bytes of shared memory, bytes of it that every program takes for itself, columns of tensor memory."""
+    """Resources that the programs on an SM or compute unit share.
+
+    They are warps, programs, registers of a lane of one of the four schedulers, bytes of shared memory, bytes of shared
+    memory that every program takes for itself, and columns of tensor memory.
+    """
 
     warps: int
     programs: int
@@ -41,9 +51,8 @@ class SmLimits:
     tensor_columns: int = 512
 
 
-# NVIDIA: CUDA C++ programming guide, technical specifications per compute capability: 64 K registers an SM, which are
-# 512 a lane of each scheduler, handed out by 8; 164 and 228 KB of shared memory, 1 KB of it reserved a program.
-# gfx942: LLVM's occupancy model (llvm-calc-occupancy): 8 waves a SIMD, 512 registers by 8, 16 workgroups, 64 KB of LDS.
+# Sources: for NVIDIA the CUDA C++ programming guide, technical specifications per compute capability; for gfx942 LLVM's
+# occupancy model (llvm-calc-occupancy). bench/limits.md has their numbers.
 _NVIDIA_100_KB = SmLimits(48, 24, 512, 8, 102_400, 1024)
 _NVIDIA_228_KB = SmLimits(64, 32, 512, 8, 233_472, 1024)
 SM_LIMITS = {
@@ -58,7 +67,7 @@ SM_LIMITS = {
 
 
 def occupancy(target: str, num_warps: int, registers: int, shared: int, tensor_columns: int = 0) -> int:
-    """Programs that reside on one SM at once; registers are a thread's, shared is in bytes."""
+    """Return the programs that reside on one SM at once; registers are a thread's, shared is in bytes."""
     limits = SM_LIMITS[target]
     allocated = -(-max(registers, 1) // limits.register_unit) * limits.register_unit
     warps = min(limits.warps, 4 * (limits.registers // allocated))
@@ -81,9 +90,11 @@ def count(opcodes: list[str]) -> dict[str, int]:
 
 
 def read_code(text: str) -> tuple[list[str], list[str]]:
-    """All opcodes, and those of the shortest loop with a matrix instruction: masks make a loop longer, so the shortest
-    is the one over full tiles. A loop is what lies between a backward branch and its target; code that the compiler
-    moved out of line, such as the wait for a barrier, is not in it. Empty where there is no such loop."""
+    """Return all opcodes, and the opcodes of the shortest loop with a matrix instruction, or of none.
+
+    The shortest loop is the one over full tiles, because masks make a loop longer. A loop lies between a backward
+    branch and its target. It lacks code that the compiler moved out of line, such as the wait for a barrier.
+    """
     if _SASS_LINE.search(text):
         opcodes, jumps = _read_sass(text)
     else:
@@ -91,7 +102,7 @@ def read_code(text: str) -> tuple[list[str], list[str]]:
     matrix = "|".join(INSTRUCTIONS[name] for name in MATRIX)
     loops = []
     for source, target in jumps:
-        loop = opcodes[target : source + 1]  # empty where the jump is forward
+        loop = opcodes[target : source + 1]  # empty if the jump is forward
         if any(re.match(matrix, opcode) for opcode in loop):
             loops.append(loop)
     return opcodes, min(loops, key=len, default=[])

@@ -1,4 +1,4 @@
-"""Generate tokens by whole engines in turns, on a machine whose CPU time may be stolen by its host."""
+"""Let whole engines generate tokens in turns, on a machine whose host may steal CPU time."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from paged.bench.limits import Ceilings, Cost, at_least, speed
 from paged.bench.timing import late_kernels, stolen_seconds
 from paged.bench.watchdog import WATCHDOG
 
-# Largest CPU steal of a run, as a fraction of a core's time. With more, a run of 1.9 s took up to 5 s, by chance for
-# either engine. On a dedicated machine a run of 1 s shows at most 0.01, the clock's step.
+# Largest accepted CPU steal of a run, as a fraction of a core's time. A quiet machine has less. More steal may double
+# the time of either engine by chance; see bench/limits.md.
 _MAX_STOLEN = 0.03
 
 
 class Run(NamedTuple):
-    """seconds: total. first_seconds: until each prompt's first token, if known. tokens: of each prompt, in order.
+    """One run of an engine.
 
-    late_kernels: compiled meanwhile. stolen: CPU steal as a fraction of `seconds`.
+    seconds: total time. first_seconds: time until each prompt's first token, if known. tokens: tokens of each prompt.
+    late_kernels: kernels compiled during the run. stolen: CPU steal as a fraction of `seconds`.
     """
 
     seconds: float
@@ -51,10 +52,10 @@ def run_engine(executor: LlmExecutor, prompts: Sequence[Sequence[int]], new_toke
 def check_same_texts(
     ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]], length: int, share: float = 0.9
 ) -> None:
-    """Check that at least this share of the texts begin alike: rounding may change a text if two logits are close.
+    """Check that at least this share of the texts begin alike. Rounding may change a text if two logits are close.
 
     Raises:
-        WrongResultError: fewer do.
+        WrongResultError: fewer texts begin alike.
     """
     num_same = 0
     for our_text, their_text in zip(ours, theirs, strict=True):
@@ -73,8 +74,8 @@ def quiet_runs(
 ) -> dict[str, list[Run]]:
     """Return each engine's `num_rounds` runs with the least CPU steal.
 
-    Engines are called with the round's number. Rounds go on until each engine has enough runs without more steal than
-    `_MAX_STOLEN`, or until `max_rounds`. The order turns from round to round.
+    Engines are called with the round's number. Rounds continue until each engine has enough runs with at most
+    `_MAX_STOLEN` steal, or until `max_rounds`. The order is reversed in every other round.
     """
     runs: dict[str, list[Run]] = {engine: [] for engine in engines}
     for number in range(max_rounds):
@@ -113,9 +114,9 @@ def row_beside(
     target: float,
     peer_name: str,
 ) -> Json:
-    """Return the row of `quiet_runs`: tokens a second, and the goal to be `target` times as fast as the fastest peer.
+    """Return the row of `quiet_runs`: tokens per second, and the goal to be `target` times as fast as the fastest peer.
 
-    percent: of the least time for `cost`.
+    percent: share of the least time for `cost`.
     """
     taken = {}
     for engine, engine_runs in runs.items():

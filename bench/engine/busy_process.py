@@ -1,9 +1,10 @@
 """Decode steps of a small model in a process with threads of its own, which `busy.py` starts.
 
-    python -m paged.bench.engine.busy_process MODEL DTYPE
+    python -m paged.bench.engine.busy_process MODEL DTYPE chosen|all
 
-For each line of stdin with `sequences`, `seconds` and `is_invariant` it runs decode steps for so long, and writes the
-mean of their seconds.
+The last argument says whether the engine chooses the number of threads, or all threads run every step. For each line of
+stdin with `sequences`, `seconds` and `is_invariant` it runs decode steps for this many seconds, and writes the mean
+seconds of a step.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from time import perf_counter
+from unittest import mock
 
 import torch
 
 import paged
 from paged.bench.engine.models import MODELS, random_executor
+from paged.models.step_threads import StepThreads
 
 _CONTEXT, _NEW_TOKENS = 32, 224
 MOST_SEQUENCES = 64
-# Steps that are not timed: the first invariant one records its kernels, and threads of the turn before go to sleep.
+# Number of untimed steps, and the least number of timed ones. Untimed steps come first, because the first invariant
+# step records its kernels, and the threads of the last turn's process must fall asleep.
 _UNTIMED, _LEAST_STEPS = 3, 5
 
 
@@ -39,7 +45,7 @@ def decode(executor: paged.LlmExecutor, sequences: int, seconds: float, is_invar
 
 
 def _begin(engine: paged.Engine, sequences: int) -> None:
-    """Let so many new sequences decode."""
+    """Let this many new sequences decode."""
     _end(engine)
     params = paged.SamplingParams(temperature=0, max_tokens=_NEW_TOKENS)
     for sequence in range(sequences):
@@ -58,7 +64,19 @@ def _end(engine: paged.Engine) -> None:
         engine.step()
 
 
-def main(model: str, dtype: str) -> None:
+def main(model: str, dtype: str, threads: str) -> None:
+    """Answer the lines of stdin."""
+    with ExitStack() as stack:
+        if threads == "all":
+            stack.enter_context(mock.patch.object(StepThreads, "run", _run_on_all))
+        _answer(model, dtype)
+
+
+def _run_on_all(_threads: StepThreads, step: Callable[[], None]) -> None:
+    step()
+
+
+def _answer(model: str, dtype: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other output must not mix with answers
     num_tokens = MOST_SEQUENCES * (_CONTEXT + _NEW_TOKENS)

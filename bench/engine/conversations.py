@@ -1,4 +1,4 @@
-"""What tiers of the prefix cache save in conversations whose K/V exceed the pool, and what a slow folder costs."""
+"""Savings by tiers of the prefix cache in conversations whose K/V exceed the pool, and the cost of a slow folder."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from paged.executors.requests.output import RequestOutput
 
 _NUM_CONVERSATIONS, _NUM_TURNS = 64, 8
 _NEW_TOKENS, _ANSWER_TOKENS = 48, 16
-# Users who wait at the same time.
+# Number of users who wait at the same time.
 _NUM_USERS = 4
-# Tokens of all conversations over those of the pool.
+# Size of the workload: tokens of all conversations, relative to the tokens that the pool holds.
 _OVER_POOL = 10
 _HOST_BYTES = 1 << 30
-# For prompts that come once.
+# Bytes of host memory in the case whose prompts never come again.
 _SMALL_HOST_BYTES = 64 << 20
-# A block of 32 tokens from a folder that is slow; a forward computes it in a few milliseconds.
+# Seconds to load a block of 32 tokens from a slow folder; a forward computes it in a few milliseconds.
 _SLOW_LOAD_S = 0.02
 _NO_TIER = "no tier"
-# How long a shutdown may write to the folder.
+# Limit of seconds in which a shutdown writes K/V to the folder.
 _HANG_S = 600.0
 
 
 class Conversations:
     """Conversations of one engine, and its measurements.
 
-    texts: prompts and answers of each conversation. seconds: of all turns. first_seconds: of each request, until its
-    first token. num_run: computed prompt tokens. first_hits: cached tokens of the first request.
+    texts: prompts and answers of each conversation. seconds: time of all turns. first_seconds: time of each request
+    until its first token. num_run: computed prompt tokens. first_hits: cached tokens of the first request.
     """
 
     def __init__(self, executor: LlmExecutor, messages: Sequence[Sequence[list[int]]]) -> None:
@@ -58,7 +58,7 @@ class Conversations:
         self._engine = Engine(executor, eos_token_ids=())
 
     def run_turn(self, turn: int) -> None:
-        """Run a turn of all conversations; each user begins the next one when an answer has ended."""
+        """Run a turn of all conversations. A user begins the next conversation as soon as an answer has ended."""
         waiting = deque(range(len(self.texts)))
         running: dict[int, RequestOutput] = {}
         params = SamplingParams(temperature=0, max_tokens=_ANSWER_TOKENS)
@@ -97,10 +97,10 @@ class _SlowFolder(CacheFolder):
 
 
 def conversations(name: str, model: str, setting: Setting) -> Json:
-    """How many times sooner the first token comes with host memory than without, in the median.
+    """Measure how many times sooner the first token comes with host memory than without, in the median.
 
-    Engines run in turns, one turn of all conversations each. After a restart on the folder, an engine runs them again
-    beside a new one without tiers.
+    Engines take turns, each with one turn of all conversations. After a restart on the folder, an engine runs them
+    again beside a new engine without tiers.
     """
     config, rng = MODELS[model], random.Random(0)
     messages = []
@@ -148,7 +148,7 @@ def _executor(stack: ExitStack, setting: Setting, model: Path, **tiers: object) 
 def _in_turns(
     executors: Mapping[str, LlmExecutor], messages: Sequence[Sequence[list[int]]]
 ) -> dict[str, Conversations]:
-    """Run all conversations by each executor; the order changes from turn to turn."""
+    """Run all conversations by each executor; the order is reversed in every other turn."""
     engines = {name: Conversations(executor, messages) for name, executor in executors.items()}
     for turn in range(len(messages[0])):
         for name in sorted(engines, reverse=turn % 2 == 1):
@@ -157,7 +157,7 @@ def _in_turns(
 
 
 def _compared(tier: str, measured: Conversations, cold: Conversations) -> Json:
-    """Return the details of a tier: how many times sooner, faster and fewer than without one."""
+    """Return the details of a tier: ratios of first-token times and of speed, and saved prompt tokens."""
     ours, theirs = measured.first_seconds, cold.first_seconds
     return {
         f"{tier}_first_token_ms": statistics.median(ours) * 1e3,
@@ -172,9 +172,9 @@ def _compared(tier: str, measured: Conversations, cold: Conversations) -> Json:
 def _added_seconds(
     load_model: Callable[..., LlmExecutor], cache_folder: Path, prompts: Sequence[list[int]]
 ) -> dict[str, list[float]]:
-    """Return how much later than without a folder the first token of each prompt comes, alone.
+    """Return how many seconds a folder delays the first token of each prompt that runs alone.
 
-    The folders: one that is slow, and one that does not answer.
+    One folder is slow; another does not answer.
     """
     end, rng = Event(), random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=1)

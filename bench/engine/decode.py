@@ -21,13 +21,13 @@ from paged.bench.limits import Cost, at_least, speed
 from paged.bench.timing import ceilings, late_kernels
 from paged.bench.watchdog import WATCHDOG
 
-# Samples of each ceiling.
+# Number of samples of each ceiling.
 _CEILING_REPEATS = 10
 
 
 @contextmanager
 def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-    """Record events before and after every replay of a CUDA graph that is captured inside, also after the end."""
+    """Record events before and after every replay of a CUDA graph that is captured inside, even after the end."""
     events, replay = [], torch.cuda.CUDAGraph.replay
 
     def replay_timed(graph: torch.cuda.CUDAGraph) -> None:
@@ -42,7 +42,7 @@ def timed_replays() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]
 
 
 def decode_early(name: str, model: str, setting: Setting, **options: Any) -> Json:
-    """`decode` of kernels that start before the ones ahead have ended, where the device can do that."""
+    """Run `decode` with kernels that start before earlier ones have ended, if the device can do so."""
     with mock.patch.dict(os.environ, PAGED_PDL="1"):
         return decode(name, model, setting, **options)
 
@@ -50,14 +50,14 @@ def decode_early(name: str, model: str, setting: Setting, **options: Any) -> Jso
 def decode(
     name: str, model: str, setting: Setting, *, batch: int = 64, context: int = 4096, goal: float | None = None
 ) -> Json:
-    """Tokens a second of `batch` sequences that decode behind `context` tokens; fewer where the cache holds no more.
+    """Measure tokens per second of `batch` sequences behind `context` tokens, or of fewer if the cache holds no more.
 
-    percent: of the least time in which the weights and the cache can be read. Of experts those count that so many
-    tokens reach when they are spread evenly, of the embeddings the rows of the batch. replay_us: device time of the
-    graph of a step; gap_us: the rest of the step, sampling and the host.
+    percent: share of the least time to read the weights and the cache. The weights include the experts that evenly
+    spread tokens reach, and the embedding's rows of the batch. replay_us: device time of the graph of a step. gap_us:
+    the rest of the step, for sampling and the host.
     """
     config, device, repeats = MODELS[model], setting.device, setting.repeats
-    # The first to decode go on while the last ones' prompts run, a chunk a step.
+    # The first sequences already decode while the last prompts run, one chunk a step.
     per_sequence = context + repeats + 2 * batch
     executor = random_executor(config, device, batch * per_sequence)
     manager = executor.kv_manager

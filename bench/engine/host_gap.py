@@ -23,10 +23,11 @@ from paged.bench.benchmark import Json, Setting
 from paged.bench.engine.models import MODELS, random_executor
 from paged.executors.sampling import sampler
 from paged.models import paged_lm, step_graphs
-from paged.staging import HostCopy
+from paged.step.staging import HostCopy
 
 BATCHES = (1, 8, 64, 256)
-# Layers cost the host nothing, as their kernels are in the graph; nor do logits, which a device converts.
+# Sizes of a small model. They suffice, because the host's work does not depend on layers and vocabulary: a graph holds
+# the kernels, and the device computes logits.
 _VOCAB = 64
 _MODEL = MODELS["Llama-10M"] | {
     "hidden_size": 64,
@@ -36,14 +37,16 @@ _MODEL = MODELS["Llama-10M"] | {
 }
 _MODEL |= {"num_attention_heads": 1, "num_key_value_heads": 1}
 _NUM_STEPS = 200
-# Lengths differ, so that one sequence in 16 begins a block in a step, as in service.
+# Longest prompt, in tokens. Prompt lengths differ, so that one sequence in 16 begins a block in each step, as in
+# service.
 _LONGEST_PROMPT = 108
-# Below this a sleep is too coarse; what waits then gives way to other threads, as a wait for a GPU does.
+# Seconds before the end of a wait from which on the thread yields in a loop, as in a wait for a GPU: a sleep is less
+# precise than this.
 _SPIN_S = 2e-4
 
 
 class Clock:
-    """A device that takes `seconds` a step. gaps: how long it idled before each, seconds; starts: of each step."""
+    """A device that takes `seconds` for a step. gaps: idle seconds before each step; starts: start of each step."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -52,7 +55,7 @@ class Clock:
         self._end = 0.0
 
     def run(self) -> None:
-        """Launch a step after those that run."""
+        """Launch a step behind the running ones."""
         now = perf_counter()
         self.gaps.append(max(0.0, now - self._end))
         self.starts.append(now)
@@ -73,17 +76,17 @@ class Clock:
 
 @contextmanager
 def pretended(num_sequences: int, num_steps: int) -> Iterator[tuple[Clock, Engine]]:
-    """A clock, and an engine whose decode steps it runs."""
+    """Yield a clock, and an engine whose decode steps it runs."""
     clock, tokens = Clock(), torch.from_numpy(np.arange(max(BATCHES)) % _VOCAB)
 
-    def record(begin: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], str]:
+    def capture(begin: Callable[[], Callable[[], None]]) -> tuple[Callable[[], None], str]:
         return clock.run, ""
 
     def bound(operation: object) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda logits: tokens[: len(logits)]
 
     patches: list[Any] = [
-        mock.patch.object(step_graphs, "graph_recorder", return_value=record),
+        mock.patch.object(step_graphs, "capture_for", return_value=capture),
         mock.patch.object(paged_lm, "graph_sizes", return_value=step_graphs.DEFAULT_SIZES),
         mock.patch.object(sampler, "Bound", bound),
         mock.patch.object(HostCopy, "__init__", lambda *args: clock.copy(*args)),
@@ -112,7 +115,7 @@ def prompt(number: int) -> list[int]:
 
 
 def begin(engine: Engine, num_sequences: int, num_steps: int) -> None:
-    """Start so many decoding sequences."""
+    """Start this many decoding sequences."""
     for number in range(num_sequences):
         engine.add_request(prompt(number), params(num_steps))
     while engine.status().decoding < num_sequences:
@@ -139,7 +142,7 @@ def engine_gap(name: str, num_sequences: int, device_ms: float, _setting: Settin
 
 
 def async_engine_gap(name: str, num_sequences: int, device_ms: float, _setting: Setting) -> Json:
-    """The same of AsyncEngine, with a reader for each sequence."""
+    """Measure AsyncEngine as `engine_gap` does, with a reader for each sequence."""
     return asyncio.run(_read_all(name, num_sequences, device_ms))
 
 
@@ -172,7 +175,7 @@ async def _read_all(name: str, num_sequences: int, device_ms: float) -> Json:
 
 
 def _row(name: str, clock: Clock, periods: NDArray[np.float64]) -> Json:
-    """Return the row of a clock's gaps, and of the periods of steps that took no time."""
+    """Return the row of a clock's gaps, and of the periods of steps that took no device time."""
     gaps = np.array(clock.gaps)
     detail = {
         "host_us": 1e6 * float(np.median(periods)),

@@ -1,12 +1,13 @@
-"""llama.cpp in its own environment, with gguf and safetensors, which `quantized.py` starts; imports nothing of ours.
+"""llama.cpp in its own environment, with gguf and safetensors, which `quantized.py` and `busy_peers.py` start.
+It imports nothing of ours.
 
     python -P llama_cpp_process.py CHECKPOINT FORMAT THREADS
 
-Writes a plain Llama checkpoint as GGUF beside it, in FORMAT (Q4_0, Q8_0), its embeddings in Q8_0. Queries and keys stay
-in their order: texts differ, times do not. Then for each line of stdin with `batch`, `steps` and `context` it writes
-the seconds of decode steps behind so many tokens, and begins anew before sequences have more than `most_tokens`. For
-one with `prompt` it writes those of a prompt of so many tokens. `LLAMA_CPP_LIB_PATH` may name a folder with the
-library.
+Writes a plain Llama checkpoint as GGUF beside it, in FORMAT: BF16, or Q4_0 or Q8_0 with embeddings in Q8_0.
+Queries and keys keep their order, so texts differ and times do not. For each line of stdin with `batch`, `steps` and
+`context` it writes the seconds of decode steps behind `context` tokens; it starts anew before sequences exceed
+`most_tokens`. For a line with `prompt` it writes the seconds of a prompt of this many tokens. `LLAMA_CPP_LIB_PATH` may
+name a folder with the library.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-# As llama.cpp runs prompts by default.
+# llama.cpp's default batch for prompts.
 _PROMPT_BATCH = 512
 
 
@@ -54,7 +55,7 @@ def write(folder: Path, form: str) -> Path:
                 writer.add_tensor(theirs, values)
                 continue
             kind = gguf.GGMLQuantizationType[form]
-            if theirs in ("token_embd.weight", "output.weight"):
+            if form.startswith("Q") and theirs in ("token_embd.weight", "output.weight"):
                 kind = gguf.GGMLQuantizationType["Q8_0"]
             writer.add_tensor(theirs, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -76,7 +77,7 @@ class Decoder:
         self.batch, self.tokens, self.position = batch, self.lib.llama_batch_init(batch, 0, 1), 0
 
     def begin(self, context: int) -> None:
-        """Run steps until sequences have so many tokens."""
+        """Run steps until sequences have this many tokens."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
         self.position = 0
         for _ in range(context):

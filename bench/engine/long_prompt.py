@@ -17,13 +17,14 @@ _BUDGET = 2048
 
 
 def long_prompt(name: str, model: str, stretch: float | None, setting: Setting) -> Json:
-    """The slowest step of decodes while a long prompt comes in, over the steps without it.
+    """Measure the slowest step of decodes while a long prompt comes in, over the steps without the prompt.
 
-    Those take longer as the decodes grow: from the median of `repeats` before to that of as many after.
+    Steps without the prompt take longer as the decodes grow. So the baseline lies between the medians of `repeats`
+    steps before the prompt and after it.
     """
     device, repeats = setting.device, setting.repeats
     length = {"cuda": 32_768, "cpu": 4096}[device.type]
-    # For prompts that come in 8 tokens a step, the least that is paced.
+    # Number of tokens in the cache. It suffices even at the slowest pace, 8 tokens of the prompt a step.
     room = _NUM_DECODES * (100 + 2 * repeats + length // 8) + length
     executor = random_executor(MODELS[model], device, room)
     WATCHDOG.progress()
@@ -33,7 +34,7 @@ def long_prompt(name: str, model: str, stretch: float | None, setting: Setting) 
         engine.add_request([index] * (30 + 2 * index), SamplingParams(temperature=0, max_tokens=length))
     while engine.status().decoding < _NUM_DECODES:
         engine.step()
-    # A mixed step that is not timed, the first of its kind.
+    # An untimed mixed step, because the first mixed step is slower.
     engine.add_request([8] * 200, SamplingParams(temperature=0, max_tokens=1))
     while engine.num_unfinished > _NUM_DECODES:
         engine.step()

@@ -17,8 +17,8 @@ from paged.bench.benchmark import benchmark_dtype
 from paged.bench.watchdog import WATCHDOG
 from paged.executors import llm_executor
 from paged.executors.progress import tracked
-from paged.kernels.attention.config import default_block_size
-from paged.kernels.common.device import device_of
+from paged.kernels.attention.tiles import default_block_size
+from paged.kernels.core.device import device_of
 from paged.models import registry
 from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig
@@ -31,7 +31,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 
 
 def _config(architecture: str, model_type: str, *sizes: int, **options: Any) -> dict[str, Any]:
-    """sizes: of _SIZES."""
+    """Return a config.json. sizes: values of _SIZES."""
     shared = {"max_position_embeddings": 40_960, "rms_norm_eps": 1e-6}
     named = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model_type}
     return {**named, **shared, **dict(zip(_SIZES, sizes, strict=True)), **options}
@@ -64,9 +64,9 @@ _OSS_EXPERTS = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-# Items of their config.json that matter here. The larger Qwens are as published; Llama-8B is Qwen3-8B without its norms
-# of queries and keys, and with a small vocabulary. Llama-6-layers has the sizes of a 0.4B model; the two after it have
-# those of Qwen2.5, in a Llama, which llama.cpp's process writes as GGUF.
+# Model -> relevant keys of its config.json. Qwen3-8B and larger Qwens have published sizes. Llama-8B is Qwen3-8B with a
+# small vocabulary and without norms of heads. Llama-6-layers has the sizes of a 0.4B model. Llama-0.5B and Llama-1.5B
+# have Qwen2.5's sizes, because llama.cpp's process can write only a Llama as GGUF.
 MODELS = {
     "Llama-10M": _config("Llama", "llama", 288, 768, 8, 9, 3, **_SMALL),
     "Llama-20M": _config("Llama", "llama", 512, 1536, 6, 8, 4, **_SMALL),
@@ -78,8 +78,8 @@ MODELS = {
     "Qwen3-MoE-110M": _config("Qwen3Moe", "qwen3_moe", 512, 1024, 8, 8, 2, head_dim=64, **_SMALL, **_FEW_EXPERTS),
     "Qwen2.5-0.5B": _config("Qwen2", "qwen2", 896, 4864, 24, 14, 2, rope_theta=1e6, **_TIED),
     "Qwen3-8B": _config("Qwen3", "qwen3", *_8B, **_QWEN3),
-    # Layers of half the width of Qwen3-30B-A3B's and Qwen3-Next-80B-A3B's, of which the latter have 512 experts, and of
-    # 0.53 of gpt-oss-20b's: all fit a small machine several times.
+    # Models with few and smaller layers than Qwen3-30B-A3B, Qwen3-Next-80B-A3B and gpt-oss-20b: a small machine holds
+    # several copies.
     "Qwen3-MoE": _config("Qwen3Moe", "qwen3_moe", 1024, 3072, 4, 16, 2, head_dim=128, **_SMALL, **_HALF_EXPERTS),
     "Qwen3-Next": _config(
         "Qwen3Next", "qwen3_next", 1024, 2560, 4, 8, 1, head_dim=256, **_SMALL, **_NEXT_EXPERTS, **_GATED_DELTA
@@ -98,8 +98,10 @@ def random_prompts(rng: random.Random, vocab_size: int, lengths: Sequence[int]) 
 
 
 def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, device: str = "cpu") -> Any:
-    """Save a checkpoint for all engines, made on the device, and return transformers' model. With weights of this size
-    the logits of a text are far apart."""
+    """Save a checkpoint for all engines, made on the device, and return transformers' model.
+
+    The weights are so large that the logits of a text are far apart.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -108,14 +110,14 @@ def save_random(config: Mapping[str, Any], dtype: torch.dtype, folder: str, devi
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(full, dtype=dtype).eval()
     for weight in model.parameters():
-        if weight.dim() == 3:  # experts, which transformers may leave as they are
+        if weight.dim() == 3:  # transformers may leave experts uninitialised
             weight.data.normal_(0, 0.1)
     model.save_pretrained(folder)
     return model
 
 
 def load(folder: str | Path, device: torch.device, dtype: torch.dtype, num_tokens: int, **options: Any) -> LlmExecutor:
-    """Load a checkpoint whose cache holds num_tokens, in blocks as models have them on the device."""
+    """Load a checkpoint with a cache for num_tokens, in the device's default block size."""
     block_size = default_block_size(device_of(device).arch)
     num_blocks = -(-num_tokens // block_size)
     return LlmExecutor.from_pretrained(
@@ -131,9 +133,9 @@ def random_executor(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> LlmExecutor:
-    """Return a config.json's model with random weights made on the device; its cache holds num_tokens if they fit.
+    """Return a config.json's model with random weights made on the device. Its cache holds num_tokens if they fit.
 
-    dtype: None for that of benchmarks on the device. options: of `LoadOptions`.
+    dtype: None for the dtype of benchmarks on the device. options: options of `LoadOptions`.
     """
     dtype = dtype or benchmark_dtype(device)
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(registry, "load_network", _random_network):
@@ -146,7 +148,7 @@ def random_executor(
 
 
 def warm_up(executor: LlmExecutor) -> None:
-    """Warm up an executor; every kernel and every graph is progress for the watchdog."""
+    """Warm up an executor; every kernel and every graph counts as progress for the watchdog."""
 
     def watched(items: Sequence[Any], **options: Any) -> Iterator[Any]:
         for item in tracked(items, **options):
@@ -167,9 +169,9 @@ def _random_network(
     device: torch.device,
     **_: bool,
 ) -> Network:
-    """Replace loading: weights from a normal distribution that keeps the variance of activations, and norms of 1.
+    """Replace loading by random weights: normal weights that keep the variance of activations, and norms of 1.
 
-    Codes of MXFP4 are uniform, and each is worth 2^-7.
+    Codes of MXFP4 are uniform, with a scale of 2^-7.
     """
     network = meta_network(network_class, config, dtype).to_empty(device=device)
     for weight in network.parameters():

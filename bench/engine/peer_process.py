@@ -17,15 +17,15 @@ import torch
 from paged.bench.benchmark import Json
 from paged.executors.thread_waits import without_our_choice
 
-# Where `make vllm-engine` and `make llama-cpp` put environments, in a checkout.
+# Folder of environments in a checkout, made by `make vllm-engine` and `make llama-cpp`.
 PEERS = Path(__file__).resolve().parents[2] / ".peers"
 
 
 class PeerProcess:
-    """A program in a Python, which answers a line of JSON with another.
+    """A program that runs in a Python and answers each line of JSON with another.
 
-    arguments: of Python, its script or `-m` and its module first. variables: of its environment; by default those of
-    this process without what is ours. about: its first line, such as its version.
+    arguments: arguments of Python, first the script or `-m` and a module. variables: environment variables; by default
+    this process's without our choices. about: the program's first line, such as its version.
 
     Raises:
         FileNotFoundError: the environment does not exist.
@@ -55,7 +55,7 @@ class PeerProcess:
 
     def ask(self, **job: Any) -> Any:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # its log says more
+        with suppress(BrokenPipeError):  # the process's log says more
             print(json.dumps(job), file=self._process.stdin, flush=True)
         return self._answer()
 
@@ -76,6 +76,6 @@ def _variables_of_peers() -> dict[str, str]:
 
 
 def _kill_group(process: int) -> None:
-    """Kill a process that has its own session, and its children."""
+    """Kill a process that has its own session, and the process's children."""
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)

@@ -1,5 +1,4 @@
-"""Decode steps and prompts on a CPU of one model in several weight formats, in turns with plain weights and with
-llama.cpp."""
+"""Decode steps and prompts on a CPU in several weight formats, in turns with plain weights and with llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from paged.models.quantized_writer import quantize_checkpoint
 
 PEER = "llama.cpp"
 PEER_PYTHON = PEERS / "llama-cpp" / "bin" / "python"
-# Our formats, and llama.cpp's beside each; "head" also quantises the tied head.
+# Our format -> llama.cpp's format in the same row; empty for none. "head" also quantises the tied head.
 FORMATS = {
     "plain": "",
     "int4": "Q4_0",
@@ -35,24 +34,24 @@ FORMATS = {
 }
 _BATCHES = (1, 32)
 _CONTEXT = 32
-# Steps in a turn, of which the median counts: threads of the engine before it may still be busy during the first.
+# Number of steps in a turn. Their median counts, because threads of the other engine may be busy in the first step.
 _STEPS = 6
-# Models by the size in a row's name.
+# Size in a row's name -> model.
 CONFIGS = {"": "Llama-6-layers", "0.5B": "Llama-0.5B", "1.5B": "Llama-1.5B"}
-# Models with experts, which llama.cpp's process does not write, and their formats.
+# Models with experts -> formats. llama.cpp's process does not write these models.
 EXPERTS = {
     "Qwen3-MoE": ("plain", "int4", "int8"),
     "Qwen3-Next": ("plain", "int4", "int8"),
     "gpt-oss": ("plain", "MXFP4"),
 }
 _MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
-# Prompts, in tokens, in the formats that differ.
+# Rows of prompts: lengths in tokens, and formats that compute prompts differently.
 _LENGTHS, _PROMPT_FORMATS = (512, 4096), ("plain", "int4", "int8")
-# A prompt of 4,096 tokens takes 4 to 9 seconds of one thread.
+# Limit of a prompt's seconds: 4,096 tokens take at most 9 seconds on one thread.
 _MOST_PROMPT_S = 60.0
-# Rows of the larger sizes: sequences, and formats.
+# Rows of the larger models: numbers of sequences, and formats.
 _LARGE_BATCHES, _LARGE_FORMATS = (1, 8, 32), ("plain", "int4 head", "int8 head")
-# Tokens of a sequence at which all begin anew: 32 of them fill the cache.
+# Length at which all sequences start anew: 32 sequences of this length fill the cache.
 _MOST_TOKENS = max(_LENGTHS) // max(_LARGE_BATCHES)
 
 
@@ -79,7 +78,7 @@ def prompt_rows() -> Iterator[tuple[str, str, int]]:
 
 
 class _Models:
-    """A model in every format, made when it is first asked for, and the peer's processes."""
+    """A model in every format, each made on first use, and the peer's processes."""
 
     def __init__(self, size: str) -> None:
         self._size, self.are_stored = size, size in CONFIGS
@@ -125,13 +124,15 @@ class _Models:
         return PeerProcess(PEER, PEER_PYTHON, llama_cpp_process.__file__, *arguments, log=log)
 
 
-# One size at a time, since all its formats stay in memory.
+# One size at a time, because all formats of a size stay in memory.
 _models = lru_cache(maxsize=1)(_Models)
 
 
 def step_bytes(model: PagedCausalLM, batch: int) -> int:
-    """Return the bytes that a decode step of `batch` sequences must read: weights, keys and values at the context's
-    end, and recurrent states."""
+    """Return the bytes that a decode step of `batch` sequences must read.
+
+    They are weights, keys and values at the context's end, and recurrent states.
+    """
     stats, cache = model.kv_manager.stats(), model.kv_manager.config
     token_bytes = len(cache.tables) * stats.bytes_per_block // cache.block_size
     return model.step_bytes(batch) + batch * (_CONTEXT * token_bytes + stats.bytes_per_state)
@@ -140,8 +141,8 @@ def step_bytes(model: PagedCausalLM, batch: int) -> int:
 def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -> Json:
     """Time a step of `batch` sequences.
 
-    detail: MB of the weights, and of what a step must read; the rate at which it read them, as a share of the measured
-    rate of reads with the same threads, in percent.
+    detail: MB of the weights, and MB that a step must read; the step's read rate in percent of the measured rate of
+    reads with the same threads.
     """
     models = _models(size)
     model = models.ours(form)
@@ -157,8 +158,8 @@ def decode_step(name: str, form: str, batch: int, size: str, setting: Setting) -
 def prompt(name: str, form: str, length: int, setting: Setting) -> Json:
     """Time a prompt of `length` tokens.
 
-    detail: the rate of its products, as a share of the measured rate of bfloat16 with the same threads, in percent.
-    int8 may exceed 100, as its products are those of bytes.
+    detail: the rate of its products in percent of the measured rate of bfloat16 with the same threads. int8 may exceed
+    100, because it multiplies bytes.
     """
     models = _models("")
     entries = Contest({"name": name}, setting, max_seconds=_MOST_PROMPT_S, min_samples=3)
@@ -171,7 +172,7 @@ def prompt(name: str, form: str, length: int, setting: Setting) -> Json:
 
 
 def prompt_flops(config: Json, length: int) -> int:
-    """Return the operations of a prompt's products: with all weights but the head's, and of causal attention."""
+    """Return the operations of a prompt: products with all weights except the head, and causal attention."""
     hidden_size: int = config["hidden_size"]
     kv_size = hidden_size // config["num_attention_heads"] * config["num_key_value_heads"]
     weights = 2 * hidden_size * (hidden_size + kv_size) + 3 * hidden_size * config["intermediate_size"]
@@ -188,7 +189,7 @@ def _in_turns(
     job: Json,
     detail: dict[str, float],
 ) -> Json:
-    """Time a format in turns with plain weights, and with llama.cpp if it was asked for, which does `job`."""
+    """Time a format in turns with plain weights, and with llama.cpp if it was asked for. job: llama.cpp's request."""
     entries.samples[OURS] = sample_of(models.ours(form))
     if form != "plain":
         entries.samples["plain"] = sample_of(models.ours("plain"))
@@ -199,10 +200,11 @@ def _in_turns(
         entries.samples[peer_name] = lambda: median(peer.ask(**job))
         detail["peer_weights_mb"] = peer.about["bytes"] / 1e6
     for sample in entries.samples.values():
-        sample()  # warms up
+        sample()  # warm-up
     row = entries.row()
     if peer_name in row["peers"]:
-        row["peers"][peer_name]["backend"] = models.peer(peer_form).about["instructions"]
+        about = models.peer(peer_form).about
+        row["peers"][peer_name] |= {"backend": about["instructions"], "version": about["version"]}
     return row
 
 
@@ -220,8 +222,10 @@ def _prompt_of(model: PagedCausalLM, length: int) -> Sample:
 
 
 def _steps_of(model: PagedCausalLM, batch: int) -> Sample:
-    """Return a function that runs some steps and returns the median of their seconds. Sequences have different tokens,
-    which reach different experts."""
+    """Return a function that runs some steps and returns the median of their seconds.
+
+    Sequences have different tokens, so that they reach different experts.
+    """
 
     def begin() -> None:
         model.reset()

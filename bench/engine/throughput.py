@@ -22,13 +22,14 @@ from paged.bench.watchdog import WATCHDOG
 _NUM_PROMPTS, _NEW_TOKENS = 32, 64
 _CACHE_TOKENS = 16_384
 _PEER_BLOCK = 32
-# Rounds, see `quiet_runs`; on a CPU other work on the machine moves a run by a third.
+# Device -> least and largest number of rounds, see `quiet_runs`. A CPU gets more rounds, because other work on the
+# machine changes a run by a third.
 _ROUNDS = {"cpu": (3, 8), "cuda": (2, 4)}
 _CEILING_REPEATS = 5
 
 
 def throughput(size: str, target: float, setting: Setting) -> Json:
-    """Our tokens a second, and the peer's on the same weights. percent: see `cost.generation`."""
+    """Measure our tokens per second, and the peer's on the same weights. percent: see `cost.generation`."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -53,7 +54,7 @@ def throughput(size: str, target: float, setting: Setting) -> Json:
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rpartition("_")[2]))
         return Run(seconds, [], [list(output.generated_tokens) for output in ordered])
 
-    # transformers 5.17 calls it block_size.
+    # The name is block_size in transformers 5.17, page_size in other releases.
     page = "block_size"
     if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters:
         page = "page_size"
@@ -70,7 +71,7 @@ def throughput(size: str, target: float, setting: Setting) -> Json:
     runs = quiet_runs(engines, *_ROUNDS[device.type])
     length = _NEW_TOKENS
     if setting.dtype != torch.float32:
-        length = 1  # in 16 bits almost every text turns somewhere in 64 tokens
+        length = 1  # in 16 bits almost every text of 64 tokens differs somewhere
     for our_run, their_run in zip(runs[OURS], runs["transformers sized"], strict=True):
         check_same_texts(our_run.tokens, their_run.tokens, length)
     cost = generation(executor, config, lengths, _NEW_TOKENS)

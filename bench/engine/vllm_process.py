@@ -1,11 +1,11 @@
-"""A vLLM engine on a CPU in its own environment, which `cpu_engines.py` starts. It takes jobs from stdin and imports
-nothing of this package.
+"""A vLLM engine on a CPU in its own environment, which `cpu_engines.py` and `busy_peers.py` start.
+It imports nothing of this package.
 
     python -P vllm_process.py CHECKPOINT DTYPE THREADS MODE
 
 MODE is `eager`, `compiled` (by torch.compile) or `processes`: eager, with the scheduler in another process than the
-model. First it writes its version, in a line of JSON. For each line with `prompts` and `new_tokens` it then writes one
-with the total `seconds`, each prompt's `first_seconds` and its `tokens`.
+model. First the process writes its version, in a line of JSON. It takes jobs from stdin: for each line with `prompts`
+and `new_tokens` it writes a line with the total `seconds`, each prompt's `first_seconds` and its `tokens`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(folder: str, dtype: str, threads: str, mode: str) -> None:
     os.dup2(2, 1)  # other output must not mix with answers
     cores = sorted(os.sched_getaffinity(0))[: int(threads)]
     os.environ.update(SETTINGS)
-    if mode == "processes":  # it leaves a core of its own to the scheduler unless it is told where to run
+    if mode == "processes":  # vLLM would leave the scheduler a core of its own
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     else:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

@@ -14,24 +14,25 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 import paged
-from paged.bench.kernels import work
-from paged.bench.kernels.work import Draw, Work
-from paged.bench.operations import DEFINITIONS
-from paged.kernels.common import id_checks
-from paged.kernels.common.device import using_numba
-from paged.kernels.common.operation import Bound
+from paged.bench.cards.arguments import Arguments
+from paged.bench.cards.card import Card
+from paged.bench.cards.cards import CARDS
+from paged.bench.cards.draw import Draw
+from paged.kernels.core import ids as id_checks
+from paged.kernels.core.device import using_numba
+from paged.kernels.core.operation import Bound
 from paged.kernels.moe.fused_moe import moe_block_size
 
 NUM_TOKENS = 64
 _ROUNDS, _CALLS = 9, 200
-# A layer of Qwen3-8B, and of Qwen3-30B-A3B with experts of an eighth of its width, which the host does not see.
+# Sizes of Qwen3-8B's layer and of Qwen3-30B-A3B's, with narrower experts: the host's work does not depend on widths.
 _HEADS, _HEAD_DIM = (32, 8), 128
 _DRAW = Draw(torch.device("cpu"), torch.bfloat16)
 
@@ -50,7 +51,7 @@ class _Driver:
 
 
 class _Compiled:
-    """A compiled kernel as `triton.compiler.CompiledKernel` launches it, up to the driver; counts the launches."""
+    """A compiled kernel that counts launches; `triton.compiler.CompiledKernel` launches it, up to the driver."""
 
     function, packed_metadata, num_launches = 0, (), 0
 
@@ -72,8 +73,8 @@ class _Compiled:
 
 
 def pretend_gpu() -> None:
-    """Let CPU tensors be launched on, by kernels that are neither compiled nor run, for the rest of the process."""
-    for name in dir(paged):  # jitted functions of files that are loaded later would be the interpreter's
+    """Let kernels launch on CPU tensors for the rest of the process; they are neither compiled nor run."""
+    for name in dir(paged):  # load all kernels now; after the next lines they would be the interpreter's
         getattr(paged, name)
     triton.runtime.driver.set_active(_Driver())
     triton.compiler.compile = lambda *_args, **_options: _Compiled()
@@ -82,41 +83,52 @@ def pretend_gpu() -> None:
     torch.set_grad_enabled(False)
 
 
+class Launch(NamedTuple):
+    """A call of an operation."""
+
+    card: Card
+    arguments: Arguments
+
+
+def _launch(name: str, **sizes: Any) -> Launch:
+    return Launch(CARDS[name], CARDS[name].draw(_DRAW, **sizes))
+
+
 def dense_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
     """Return a decode step's launches of a decoder layer, without its products, by name. bind: binds operations."""
-    norm = work.fused_add_rms_norm(_DRAW, tokens=num_tokens, hidden_size=4096)
-    write = work.qk_norm_rope_and_cache(_DRAW, tokens=num_tokens, heads=_HEADS, dim=_HEAD_DIM)
-    attend = work.paged_attention(_DRAW, lengths=[(1, 512)] * num_tokens, heads=_HEADS, dim=_HEAD_DIM)
+    norm = _launch("fused_add_rms_norm", tokens=num_tokens, hidden_size=4096)
+    write = _launch("qk_norm_rope_and_cache", tokens=num_tokens, heads=_HEADS, dim=_HEAD_DIM)
+    attend = _launch("paged_attention", lengths=[(1, 512)] * num_tokens, heads=_HEADS, dim=_HEAD_DIM)
     attend.arguments["out"] = torch.empty_like(attend.arguments["q"])
-    activate = work.silu_and_mul(_DRAW, tokens=num_tokens, size=12288)
+    activate = _launch("silu_and_mul", tokens=num_tokens, size=12288)
     return _bound(bind, norm, write, attend, norm, activate)
 
 
 def moe_layer(bind: Callable[[Any], Any] = Bound, num_tokens: int = NUM_TOKENS) -> dict[str, Callable[[], object]]:
     """Return the launches of a layer with a mixture of experts instead of the MLP."""
     sizes = {"tokens": num_tokens, "num_experts": 128, "top_k": 8}
-    experts = work.fused_moe(_DRAW, **sizes, hidden_size=256, intermediate_size=768)
+    experts = _launch("fused_moe", **sizes, hidden_size=256, intermediate_size=768)
     block_size = moe_block_size(num_tokens, sizes["top_k"], experts.arguments["w2"])
     assert block_size is not None
-    route = work.route_and_align(_DRAW, **sizes, block_size=block_size)
-    _, _, experts.arguments["aligned"] = route.call()
+    route = _launch("route_and_align", **sizes, block_size=block_size)
+    _, _, experts.arguments["aligned"] = route.card.operation(**route.arguments)
     layer = dense_layer(bind, num_tokens)
     del layer["silu_and_mul"]
     return layer | _bound(bind, route, experts)
 
 
-def _bound(bind: Callable[[Any], Any], *launches: Work) -> dict[str, Callable[[], object]]:
-    """Return a call of each; a name's second call is named so."""
+def _bound(bind: Callable[[Any], Any], *launches: Launch) -> dict[str, Callable[[], object]]:
+    """Return a call of each launch by name; the name of a second call says so."""
     operations = {}
     calls: dict[str, Callable[[], object]] = {}
-    for launch in launches:
-        name = launch.operation
+    for card, named in launches:
+        name = card.name
         if name not in operations:
-            operations[name] = bind(getattr(paged, name))
+            operations[name] = bind(card.operation)
         if name in calls:
             name = f"{name}, second"
-        arguments = DEFINITIONS[launch.operation].signature.bind(**launch.arguments)
-        calls[name] = functools.partial(operations[launch.operation], *arguments.args, **arguments.kwargs)
+        arguments = card.signature.bind(**named)
+        calls[name] = functools.partial(operations[card.name], *arguments.args, **arguments.kwargs)
     return calls
 
 
@@ -138,7 +150,7 @@ def python_calls(call: Callable[[], object]) -> int:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Return the median over rounds of this thread's CPU time."""
+    """Return the median of this thread's CPU time over rounds."""
     call()
     rounds = []
     for _ in range(_ROUNDS):
@@ -155,7 +167,7 @@ def main() -> None:
         rows: dict[str, list[float]] = {}
         for layer in (layer_of(), layer_of(lambda operation: operation)):
             for operation, call in layer.items():
-                with using_numba(False):  # as a forward does, which reads the environment once
+                with using_numba(False):  # as in a forward, which reads the environment once
                     rows.setdefault(operation, []).extend((microseconds(call), python_calls(call)))
         rows[f"{name} layer"] = [sum(column) for column in zip(*rows.values(), strict=True)]
         for operation, numbers in rows.items():

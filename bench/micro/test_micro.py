@@ -3,11 +3,11 @@
     pytest bench --benchmark-only [-k TEXT] [--benchmark-json FILE] [--benchmark-compare]
     paged bench micro [PYTEST OPTIONS]
 
-A test times one implementation of a case: ours, or a peer that takes the case. Those of a case are a group and share
-its tensors. A wrong result fails and gets no time. The timer counts the seconds of calls as `paged bench` takes them:
-on a GPU those of a CUDA graph, on a CPU those of a call with other tensors than the last call's. `extra_info` in the
-results holds the share of the hardware's limit. `paged bench kernels` and its like print the same cases as a table and
-time peers in turns, which a test that ends before the next one cannot do.
+A test times one implementation of a case: ours, or a peer that takes the case. The tests of a case are a group and
+share its tensors. A wrong result fails and gets no time. The timer counts the seconds of calls as `paged bench` does:
+on a GPU the seconds of a CUDA graph, on a CPU the seconds of a call with other tensors than the last call's.
+`extra_info` in the results holds the share of the hardware's limit. `paged bench kernels` and similar commands print
+the same cases as a table and time peers in turns, which a test that ends before the next one cannot do.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from paged.bench.contest import OURS, Contest, peers_of
 from paged.bench.kernels import run as kernels
 from paged.bench.moe import run as moe
 from paged.bench.timing import SampleClock, timed
-from paged.kernels.common.compat import interpreting
-from paged.kernels.common.device import load_numba, using_numba
+from paged.kernels.core.compat import interpreting
+from paged.kernels.core.device import load_numba, using_numba
 
 FAMILIES: dict[str, Any] = {module.BENCHMARK.name: module for module in (kernels, attention, moe, cache)}
 CLOCK = SampleClock()
@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @functools.lru_cache(maxsize=1)
 def contest_of(family: str, name: str) -> Contest:
-    """Return the checked implementations of a case; the tests of a case follow each other."""
+    """Return the checked implementations of a case; the tests of a case run one after another."""
     setting = setting_of(family)
     (case,) = (case for case in FAMILIES[family].BENCHMARK.cases(setting) if case.name == name)
     contest: Contest = FAMILIES[family].contest(case, setting)
@@ -69,7 +69,7 @@ def test_micro(family: str, name: str, implementation: str, benchmark: Any) -> N
     if interpreting():
         pytest.skip(INTERPRETING)
     benchmark.group = f"{family}.{name}"
-    with using_numba(DEVICE == "cpu" and load_numba()):  # as in models
+    with using_numba(DEVICE == "cpu" and load_numba()):  # as models do
         contest = contest_of(family, name)
         if implementation not in contest.samples:
             pytest.fail(contest.absent[implementation])

@@ -9,22 +9,21 @@ from typing import Any
 import torch
 
 from paged.bench.attention import problem as attention_problem
-from paged.bench.operations import Arguments
 
 
 @dataclass(frozen=True)
 class Problem:
     """Shapes of one batch; lengths are (query length, key length) per sequence.
 
-    form: of the cache: "" for the dtype of q, "e4m3" with one scale, "packed" for the published fp8 form.
-    chosen: keys that each query sees, at random positions, in disorder among entries of -1; 0 for all.
-    coverage: q = 0 and latents one-hot of the position: every key counts the same, a dropped one shows.
+    form: form of the cache: "" for the dtype of q, "e4m3" with one scale, "packed" for the published fp8 form.
+    chosen: number of keys that each query sees, at random positions, in disorder among entries of -1; 0 for all.
+    coverage: q = 0, and latents are one-hot of the position: every key counts the same, so a dropped key shows.
     """
 
     name: str
     lengths: tuple[tuple[int, int], ...]
     heads: int = 2
-    sizes: tuple[int, int] = (64, 16)  # of the latent and of the rotated part
+    sizes: tuple[int, int] = (64, 16)  # sizes of the latent and of the rotated part
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     form: str = ""
@@ -101,7 +100,7 @@ def _stored(cache: torch.Tensor, form: str) -> torch.Tensor:
 def index_problem(
     problem: attention_problem.Problem, device: torch.device, *, is_packed: bool = False
 ) -> dict[str, Any]:
-    """Make the arguments of `choose_keys` but top_k, with one KV head's keys in one of the two forms of their cache."""
+    """Make the arguments of `choose_keys` except top_k; the keys have one head and either form of their cache."""
     drawn = attention_problem.make(problem, torch.device("cpu"))
     keys = drawn.k_cache[:, :, 0]
     if is_packed:
@@ -119,7 +118,7 @@ def index_problem(
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def call_of(problem: Problem, device: torch.device) -> Arguments:
+def call_of(problem: Problem, device: torch.device) -> dict[str, Any]:
     """Make all arguments of `paged_mla_attention`, with an output that holds NaN."""
     arguments = make(problem, device)
     q = arguments["q"]

@@ -1,7 +1,7 @@
-"""Calls other implementations of experts on the same batches, in the same process.
+"""Calls of other implementations of experts on the same batches, in the same process.
 
-Of vLLM its Triton kernels for both products, launched as vLLM does, with its tiles; alignment, activation, rounding to
-e4m3 and the sum around them are ours. A rank's part of the experts is for kernels with an expert map alone.
+vLLM's peer is its Triton kernels for both products, launched as vLLM does, with its tiles. Alignment, activation,
+rounding to e4m3 and the sum around them are ours. Only kernels with an expert map take a rank's part of the experts.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ import torch
 
 import paged
 from paged.bench.contest import Peer
-from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer
+from paged.bench.problems.experts import MoeBatch, MoeCase, MoeLayer
 from paged.bench.timing import Call
-from paged.kernels.common.compat import tl, triton
-from paged.kernels.common.device import device_of
-from paged.kernels.common.packed.quantize_rows import quantize_rows
+from paged.kernels.core.compat import tl, triton
+from paged.kernels.core.device import device_of
 from paged.kernels.moe.fused_moe import moe_sum
 from paged.kernels.moe.weights import ExpertLinear
+from paged.kernels.quantization.quantize_rows import quantize_rows
 
 _QWEN3_MOE = "transformers.models.qwen3_moe.modeling_qwen3_moe"
-# How vLLM's tables are named by what they were tuned for.
+# Our name of a format -> the name in the files of vLLM's tuned tables.
 _TABLES = {
     None: "",
     "e4m3": ",dtype=fp8_w8a8,block_shape=[128,128]",
     "int8": ",dtype=int8_w8a16",
     "int4": ",dtype=int4_w4a16",
 }
-# Up to so many entries an expert vLLM gives 4-bit weights to a compiled kernel on NVIDIA's chips.
+# Up to this many (token, expert) pairs per expert, vLLM takes a CUDA kernel for 4-bit weights on NVIDIA's chips.
 _COMPILED_INT4_ENTRIES = 6
-# Its functions that launch kernels: for weights in the input's dtype or e4m3, and for integers.
+# vLLM's functions that launch kernels: for weights in the input's dtype or e4m3, and for integers.
 _FLOAT_LAUNCHER, _INTEGER_LAUNCHER = "invoke_fused_moe_triton_kernel", "invoke_fused_moe_wna16_triton_kernel"
 _TAKEN = {_FLOAT_LAUNCHER, _INTEGER_LAUNCHER, "get_moe_wna16_block_config"}
 
 
 @functools.cache
 def _vllm_folder() -> Path:
-    """Where vLLM's Python files of experts lie.
+    """Return the folder of vLLM's Python files for experts.
 
     Raises:
-        FileNotFoundError: they are not on the path.
+        FileNotFoundError: the files are not on the path.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -62,7 +62,7 @@ def _swaps_ab(block_m: int, block_n: int) -> bool:
 def vllm_functions() -> dict[str, Any]:
     """Return vLLM's Triton kernels and launchers by name.
 
-    The imports of their file need vLLM's compiled extension or a driver, so only the functions are executed.
+    Only the functions are executed, because the imports of their file need vLLM's compiled extension or a driver.
     """
     path = _vllm_folder() / "fused_moe.py"
     names: dict[str, Any] = {"__name__": "vllm.model_executor.layers.fused_moe", "tl": tl, "triton": triton}
@@ -76,7 +76,7 @@ def vllm_functions() -> dict[str, Any]:
             if node.name in _TAKEN or "triton.jit" in decorators:
                 functions.append(node)
     tree.body = functions
-    # Line numbers stay those of the file, where Triton looks for a function's source.
+    # Keep the file's line numbers, because Triton looks there for a function's source.
     exec(compile(tree, str(path), "exec", dont_inherit=True), names)
     return names
 
@@ -135,8 +135,11 @@ def refused_by_vllm(case: MoeCase, dtype: torch.dtype, device: torch.device) -> 
 
 
 def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
-    """Call vLLM's kernels as vLLM does: up to a quarter of the experts' number, entries are not aligned, except for
-    int8 and int4; with an expert map, blocks of experts on other ranks exist and get zeros."""
+    """Return a call of vLLM's kernels with vLLM's arguments.
+
+    Up to a quarter of the experts' number, entries are not aligned, except for int8 and int4. With an expert map,
+    blocks of experts on other ranks exist and get zeros.
+    """
     ids, tile = batch.topk_ids, _tile(case, batch.topk_ids.device)
     num_entries, block_m = ids.numel(), tile["BLOCK_SIZE_M"]
     is_integer = _kind(case) in ("int8", "int4")
@@ -155,7 +158,7 @@ def vllm_call(case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
                 aligned = (aligned[0], rows, aligned[2])
 
         def product(x: torch.Tensor, linear: ExpertLinear, weights: torch.Tensor | None) -> torch.Tensor:
-            """Return the first product, or with `weights` the second, whose rows are entries."""
+            """Return the first product or, with `weights`, the second product, whose rows are entries."""
             w, scale = linear.w, linear.scale
             out = x.new_empty(1, num_entries, w.shape[1])
             dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[x.dtype]
@@ -210,7 +213,7 @@ def _refused_by_transformers(
 
 
 def _transformers_call(implementation: str, case: MoeCase, layer: MoeLayer, batch: MoeBatch) -> Call:
-    """The experts of its Qwen3-MoE, with one of the implementations that its models choose from."""
+    """Return a call of transformers' Qwen3-MoE experts, with one of the implementations that its models choose from."""
     from transformers import Qwen3MoeConfig
 
     num_experts, hidden_size, intermediate_size = layer.down.w.shape

@@ -2,16 +2,16 @@
 
     python -m bench.moe.run [--json FILE] [--only NAME] [--budget SECONDS] [--small]
 
-A GPU runs bfloat16 at full size from CUDA graphs. A CPU runs what models run there in float32 at small sizes, and
-`--only small-cpu` compares it with transformers' experts. The order of calls is drawn anew in every round, so that the
-cache's contents favour none. Tokens are routed evenly, or with experts as popular as words by Zipf's law; consecutive
-calls have different tokens and experts. A time includes sorting entries by expert, both products and the sum, and for
-e4m3 weights rounding of their inputs, but not the router.
+A GPU runs bfloat16 at full size from CUDA graphs. A CPU runs what models run there, in float32 at small sizes; `--only
+small-cpu` compares it with transformers' experts. The order of calls is drawn anew in every round, so that the cache's
+contents favour no implementation. Tokens are routed evenly, or to experts as popular as words by Zipf's law.
+Consecutive calls have different tokens and experts. A time includes sorting entries by expert, both products and the
+sum, and for e4m3 weights rounding of their inputs, but not the router.
 
-A limit counts weights as they are stored, quantised ones with their scales, and all products at the rate measured in
-`matmul_dtype`: e4m3 on a chip that multiplies 8 bits at twice that rate may take more than 100 % of it.
+A limit counts weights as they are stored, quantised weights with their scales. All products count at the rate measured
+in `matmul_dtype`, so e4m3 may take more than 100 % on a chip that multiplies 8 bits at twice this rate.
 
-A token of each case is compared with the float64 reference; a row that differs is refused, and a peer that differs
+One token of each case is compared with the float64 reference. A row that differs is refused; a peer that differs
 anywhere from ours gets no ratio. vLLM's kernels come from its package on PYTHONPATH, with the table that it ships for
 the device.
 """
@@ -23,16 +23,18 @@ import sys
 import torch
 
 from paged.bench.benchmark import Benchmark, Json, Setting
-from paged.bench.check import Result
+from paged.bench.cards.cards import CARDS
+from paged.bench.check import Result, agreement
 from paged.bench.contest import OURS, Contest
 from paged.bench.limits import Ceilings, Goal, at_least
-from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL, MoeCase
+from paged.bench.moe.cases import CASES, CPU_CASES, CPU_MODEL
 from paged.bench.moe.peers import PEERS
-from paged.bench.operations import DEFINITIONS
+from paged.bench.problems.experts import MoeCase
 from paged.bench.timing import num_sets
 
-# A case takes no more samples than fit in so many seconds, beyond the least.
+# Time limit of a case in seconds, and the number of samples that it takes even beyond the limit.
 MAX_SECONDS, MIN_REPEATS = 1.0, 5
+# Largest number of batches that a case rotates through, even if they do not fill the cache.
 MAX_BATCHES = 8
 
 
@@ -40,7 +42,7 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
     """Return the contest of our calls and the peers'.
 
     Raises:
-        WrongResultError: the operation does not agree with the reference.
+        WrongResultError: the operation differs from the reference.
     """
     torch.manual_seed(0)
     device, dtype = setting.device, setting.dtype
@@ -66,19 +68,23 @@ def contest(case: MoeCase, setting: Setting) -> Contest:
         "matmul_dtype": str(dtype).removeprefix("torch."),
     }
     entries = Contest(about, setting, cost, is_cold, MAX_SECONDS, MIN_REPEATS)
-    definition = DEFINITIONS["fused_moe"]
-    # One token is compared with the reference, which takes an expert of Mixtral a second.
+    card = CARDS["fused_moe"]
+    # Compare one token, because the reference takes a second for an expert of Mixtral.
     token = slice(case.num_tokens // 2, case.num_tokens // 2 + 1)
-    arguments = definition.by_name(*layer.arguments(batches[0].rows(token)), **layer.options)
-    expected, judgement = definition.want(arguments)["out"], definition.judge(arguments)
+    arguments = card.by_name(*layer.arguments(batches[0].rows(token)), **layer.options)
+    want = card.want(arguments)
+    bound = card.bounds(arguments, want)["out"]
+    rounded = None
+    if layer.gate_up.w.dtype == torch.float8_e4m3fn:
+        rounded = torch.float8_e4m3fn
     calls = [layer.call(batch) for batch in batches]
-    entries.add(OURS, calls, lambda out: Result(out[token], expected, *judgement).check())
+    entries.add(OURS, calls, lambda out: Result(out[token], want["out"], bound).check())
     our_out = calls[0]()
     entries.add_peers(
         PEERS,
         case,
         lambda peer: [peer.make(case, layer, batch) for batch in batches],
-        lambda out: Result(out, our_out, *judgement).check(),
+        lambda out: agreement(out, our_out, rounded, 2).check(),
     )
 
     def complete(row: Json) -> None:
@@ -107,7 +113,7 @@ def goals(row: Json, limits: Ceilings) -> list[Goal]:
 
 
 def cases(setting: Setting) -> list[MoeCase]:
-    """Return all cases, and on a CPU those of the comparison there."""
+    """Return all cases; on a CPU, the cases of the comparison there."""
     sized = list(CASES)
     if setting.small:
         sized = [case.small() for case in CASES]

@@ -2,10 +2,10 @@
 
     python -m bench.moe.tune --model gpt-oss-20b [--packed mxfp4] [--tokens 64 4096 ...] [--budget SECONDS] [--out DIR]
 
-The two GEMMs are timed separately, in bfloat16 with evenly drawn experts, for every number of rows that they could
-share; the rows with the smallest sum win. Candidates closest to the tiles that `fused_moe` would choose come first,
-128 at a time: compiled on all cores, then timed. One whose result differs from that of these tiles is left out. Every
-number of tokens gets an equal part of the time left. The table is written after each. Numbers already in it are
+Both GEMMs are timed separately, in bfloat16 with evenly drawn experts, for every number of rows that they could share;
+the rows with the smallest sum win. Candidates closest to the tiles that `fused_moe` would choose come first. A group of
+128 is compiled on all cores, then timed. A candidate whose result differs from these tiles' is left out. Every number
+of tokens gets an equal part of the time left. The table is written after each number. Numbers already in it are
 skipped, so a stopped run can continue; with --json and --resume also after a candidate that hangs.
 """
 
@@ -28,15 +28,15 @@ import torch
 import triton
 
 from paged.bench.benchmark import RESUMABLE, Benchmark, Json, Setting, option_parser, released, save
-from paged.bench.check import Result, WrongResultError
+from paged.bench.check import WrongResultError, agreement
 from paged.bench.compilation.ahead import compile_ahead, variants_of
 from paged.bench.compilation.compile import SHARED_LIMIT
-from paged.bench.moe.cases import GPT_OSS, MODELS, MoeBatch, MoeCase, MoeLayer, MoeModel
-from paged.bench.moe.formats import MXFP4, NVFP4, Format
+from paged.bench.moe.cases import GPT_OSS, MODELS
+from paged.bench.problems.experts import MoeBatch, MoeCase, MoeLayer, MoeModel
+from paged.bench.problems.formats import MXFP4, NVFP4, Format
 from paged.bench.timing import Call, take
 from paged.bench.watchdog import WATCHDOG
-from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of
-from paged.kernels.common.packed.packing import num_words
+from paged.kernels.core.device import LARGE_SHARED_MEMORY, device_of
 from paged.kernels.moe.config import (
     FOLDER,
     MoeShape,
@@ -49,13 +49,14 @@ from paged.kernels.moe.config import (
 )
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import moe_align_block_size
+from paged.kernels.quantization.packing import num_words
 
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-# Candidates that are compiled before they are timed: 16 cores take half a minute.
+# Number of candidates that are compiled together before they are timed. 16 cores take half a minute for them.
 _AT_ONCE = 128
-# Candidates that are timed however late it is: the guess's own tiles of both GEMMs are among them.
+# Number of candidates that are timed even if time is short. They include the chosen tiles of both GEMMs.
 _FEWEST = 8
-# Rows of a result that are compared.
+# Largest number of a result's rows that are compared.
 _MAX_COMPARED = 4096
 PACKED = {"mxfp4": MXFP4, "nvfp4": NVFP4, "int4": Format("int4", 1, 128, in_words=True)}
 
@@ -69,7 +70,7 @@ class Candidate:
 
 
 def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
-    """Tiles whose rows lie within a factor of four of the entries an expert, and that could fit the chip."""
+    """Return tiles that could fit the chip, with rows within a factor of four of the entries per expert."""
     fewest, largest = shape.entries_per_expert / 4, max(16.0, 4 * shape.entries_per_expert)
     rows = [m for m in (16, 32, 64, 128) if fewest <= m <= largest] or [128]
     candidates = []
@@ -106,7 +107,7 @@ def search_space(shape: MoeShape, arch: str) -> list[Candidate]:
 
 
 def by_promise(candidates: Iterable[Candidate], guess: MoeTiles) -> list[Candidate]:
-    """Sort candidates: those that differ least from the guess come first."""
+    """Sort candidates: the ones that differ least from the guess come first."""
 
     def distance(candidate: Candidate) -> int:
         guessed = guess.down
@@ -133,7 +134,7 @@ def compiled(candidates: Sequence[Candidate], seconds: Callable[[Candidate], flo
 def tune(
     candidates: Iterable[Candidate], seconds: Callable[[Candidate], float]
 ) -> tuple[dict[str, MoeTile], dict[str, float]]:
-    """The tiles of both GEMMs that share their rows with the least sum of times, and those times in microseconds."""
+    """Return the tiles of both GEMMs with equal rows and the least sum of times, and the times in microseconds."""
     best: dict[tuple[int, bool], tuple[float, MoeTile]] = {}
     for candidate in candidates:
         key = candidate.tile.block_m, candidate.gated
@@ -151,7 +152,7 @@ def tune(
 
 
 def timer(layer: MoeLayer, batch: MoeBatch, guess: MoeTiles, repeats: int) -> Callable[[Candidate], float]:
-    """Median seconds of one GEMM with a tile; infinite where it does not run, or differs from the guess."""
+    """Return a function for the median seconds of one GEMM with a tile, infinite if it fails or its result differs."""
     num_entries, top_k = batch.topk_ids.numel(), batch.topk_ids.shape[1]
     gate_up, down = layer.gate_up, layer.down
     (num_experts, hidden_size, _), intermediate_size = down.w.shape, gate_up.w.shape[1] // 2
@@ -180,11 +181,11 @@ def timer(layer: MoeLayer, batch: MoeBatch, guess: MoeTiles, repeats: int) -> Ca
     def seconds(candidate: Candidate) -> float:
         try:
             call = call_of(candidate)
-            Result(call(), expected[candidate.gated]).check()
+            agreement(call(), expected[candidate.gated]).check()
             return statistics.median(take([call], x.device, repeats))
         except WrongResultError:
             return math.inf
-        except Exception:  # a launch that the device refuses
+        except Exception:  # the device refuses a launch
             if not released(x.device):
                 raise
             return math.inf
@@ -193,7 +194,7 @@ def timer(layer: MoeLayer, batch: MoeBatch, guess: MoeTiles, repeats: int) -> Ca
 
 
 class Tuner:
-    """The cases of `main`'s arguments, one a number of tokens, and their table."""
+    """The cases of `main`'s arguments, one for each number of tokens, and their table."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -221,7 +222,7 @@ class Tuner:
         return cases
 
     def measure(self, case: MoeCase, setting: Setting) -> Json:
-        """Tune a number of tokens, and write the table."""
+        """Tune for one number of tokens, and write the table."""
         now = time.monotonic()
         end = now + (self._end - now) / self._num_left
         self._num_left -= 1

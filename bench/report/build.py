@@ -3,8 +3,8 @@
     python -m bench.report.build RESULTS.json [RESULTS.json ...] --out DIR
 
 Reads the --json files of the benchmarks of attention, moe, kernels, cache and engine, of attention.tune and of
-bench.gpu, for one device or several. Writes DIR/report.html, which needs no other file. Cases that did not run are not
-in the tables.
+bench.gpu, for one device or several. Writes DIR/report.html, which needs no other file. Tables leave out cases that did
+not run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paged.tools.printable import one_line
 class Cell(NamedTuple):
     """A cell of a table.
 
-    value: the number by which a column is sorted. note: a tooltip. marks: (met, text) of each goal, shown with a sign
-    and a colour. bar: the share of the cell's width behind the text.
+    value: number that sorts the column. note: tooltip. marks: (met, text) of each goal, shown with a sign and a colour.
+    bar: filled share of the cell's width, behind the text.
     """
 
     text: str = ""
@@ -37,7 +37,7 @@ class Cell(NamedTuple):
 
 
 Column = tuple[str, Callable[[Json], Cell]]
-"""A head, and the cell of a row."""
+"""The head of a column, and a function that returns a row's cell."""
 
 
 def _number(head: str, name: str, pattern: str = "{:,.1f}") -> Column:
@@ -58,7 +58,7 @@ def _share(row: Json) -> Cell:
 
 
 def _ratio(text: str, ratio: float) -> Cell:
-    """Its bar fills half of the cell where both are equally fast, two thirds where one is twice as fast."""
+    """Return a cell whose bar fills half of it if both are equally fast, two thirds if one is twice as fast."""
     return Cell(text, ratio, bar=ratio / (1 + ratio))
 
 
@@ -151,7 +151,7 @@ def columns(runs: Sequence[Run]) -> list[Column]:
 
 
 def table(runs: Sequence[Run]) -> dict[str, Any]:
-    """Heads and lines of one benchmark's table, without empty columns."""
+    """Return the heads and lines of one benchmark's table, without empty columns."""
     rows = []
     for run in runs:
         about = {"device": run.about["device"], "date": run.about["date"][:10]}
@@ -188,7 +188,7 @@ def load_runs(paths: Sequence[Path]) -> list[Run]:
     """Read the runs of all files, sorted by benchmark; check that each of them makes a page.
 
     Raises:
-        ResultsError: a file cannot be read, or does not hold what a benchmark writes.
+        ResultsError: a file cannot be read, or does not hold a benchmark's results.
     """
     runs = []
     for path in dict.fromkeys(paths):

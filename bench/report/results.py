@@ -26,8 +26,9 @@ TITLES = {
     "sanitize": "Concurrency sanitizer",
     "gpu": "Steps of the run",
 }
-"""Title by benchmark, in the order of the page."""
-# The largest results have 200 KB; a file may be /dev/zero, and Python makes up to 30 bytes of every byte of JSON.
+"""Benchmark -> title, in the order of the page."""
+# Limit of a result file, far above the largest. It bounds the memory for parsing, because Python takes up to 30 bytes
+# per byte of JSON.
 _MAX_BYTES = 16 << 20
 
 
@@ -37,7 +38,7 @@ class ResultsError(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One results file. about: everything except its rows."""
+    """One results file. about: everything in the file except the rows."""
 
     file: str
     benchmark: str
@@ -46,7 +47,7 @@ class Run:
 
     @cached_property
     def ratios(self) -> dict[str, float]:
-        """Geometric mean of the ratios of each peer that has a time."""
+        """Geometric mean of the ratios of each peer that was timed."""
         ratios: dict[str, list[float]] = {}
         for row in self.rows:
             for name, peer in row.get("peers", {}).items():
@@ -55,7 +56,7 @@ class Run:
 
     @property
     def judged(self) -> list[bool]:
-        """Whether each goal is met, without those that could not be compared."""
+        """Whether each goal is met, without goals that could not be compared."""
         verdicts = []
         for row in self.rows:
             for goal in row.get("goals", []):
@@ -72,7 +73,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Notes that are in no table: missing cases, and remarks on the whole run."""
+        """Notes that no table shows: missing cases, and remarks on the whole run."""
         notes = [f"{name}: {reason}" for name, reason in self.about.get("absent", {}).items()]
         not_run = self.about.get("not_run", [])
         if not_run:
@@ -94,7 +95,7 @@ def read(path: Path) -> Run:
     """Read the run of a file.
 
     Raises:
-        ResultsError: it cannot be read, is no JSON, or no benchmark's results.
+        ResultsError: the file cannot be read, is no JSON, or holds no benchmark's results.
     """
     try:
         with path.open("rb") as file:
@@ -120,7 +121,7 @@ def read(path: Path) -> Run:
 
 
 def _shown(value: Any) -> Any:
-    """Return the value with texts that a page and a terminal can show."""
+    """Return the value with texts that are safe in a page and a terminal."""
     if isinstance(value, str):
         return xml_text(value)
     if isinstance(value, dict):

@@ -1,10 +1,12 @@
-"""Another's function in an operation's place: it is called with what it takes of the operation's arguments.
+"""Another function in an operation's place, called with the operation's arguments that it takes.
 
-It runs in a process of its own. This process, the judge, compares what it returned, and every bit of its arguments.
+The function runs in a process of its own. This process, the judge, compares its results, and every bit of its
+arguments.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import tempfile
 from collections.abc import Iterator
@@ -15,30 +17,33 @@ from unittest import mock
 
 import torch
 
-from paged.bench.check import TOLERANCE, WrongResultError
-from paged.bench.operations import DEFINITIONS, HOW, Arguments, Definition, Tensors, dtype_of, map_tensors
+from paged.bench.cards.arguments import HOW, Arguments, Tensors, dtype_of, map_tensors
+from paged.bench.cards.card import Card, Masks
+from paged.bench.cards.cards import card_of
+from paged.bench.check import WrongResultError
 from paged.bench.verification.judged_process import JudgedProcess
-from paged.bench.writes import Masks
 from paged.errors import CheckpointError, InvalidInputError, PagedError
+from paged.kernels.core.checks import FLOAT_DTYPES
+from paged.tools.recorded_calls.encoder import is_in_blocks, reached_blocks, tensors_in
 from paged.tools.recorder import read_call, write_call
-from paged.tools.recordings.encoder import is_in_blocks, reached_blocks, tensors_in
 
-# Arguments of more bytes are sent without the blocks of caches that the call does not reach.
+# Largest size of arguments, in bytes, that are sent completely. Caches in larger arguments are sent without the blocks
+# that the call does not reach.
 _MAX_SENT = 256 << 20
-# Integers of the size of an element, in which all bits count.
+# Bytes of an element -> integer dtype of this size. Results are compared as integers, because this compares every bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUM_CALLS = 2
 
 
 class NotTakenError(PagedError):
-    """A check does not apply: the candidate takes no such argument, or the machine has too little memory."""
+    """A check does not apply: the candidate lacks an argument, or the machine has too little memory."""
 
 
 class Outcome(NamedTuple):
-    """What a call returned, and its arguments by name as it left them.
+    """The results of a call, and its arguments by name as the call left them.
 
-    shared: for each result in the memory of arguments, their names. is_reused: whether a result lies in that of the
-    last call.
+    shared: for each result in the memory of arguments, the names of these arguments. is_reused: whether a result lies
+    in the memory of the last call's.
     """
 
     returned: Any
@@ -48,7 +53,7 @@ class Outcome(NamedTuple):
 
 
 class Candidate:
-    """A function beside an operation's definition; `arguments` are those of the last call by name.
+    """A function beside an operation's definition; `arguments` are the arguments of the last call by name.
 
     Args:
         path: "module:function"; the module is also looked for in the current folder.
@@ -56,14 +61,15 @@ class Candidate:
 
     Attributes:
         num_calls: calls as the operation so far.
-        again: results of the second one of two calls with the last arguments; the first one is returned.
+        again: results of a second call with the last arguments; the operation returns the first call's.
 
     Raises:
-        InvalidInputError: no function is there, it lacks an argument that every call has, or no operation has the name.
+        InvalidInputError: the function does not exist, it lacks an argument that every call has, or no operation has
+            the name.
     """
 
     def __init__(self, operation: str, path: str, seconds: float = 120.0) -> None:
-        self.definition = definition_of(operation)
+        self.card = card_of(operation)
         self.path = path
         self.arguments: Arguments = {}
         self.again: Tensors = {}
@@ -75,32 +81,38 @@ class Candidate:
         except BaseException:
             self._process.close()
             raise
+        parameters = self.card.signature.parameters.values()
+        # What `inspect.signature` says of the function in the operation's place.
+        self.__signature__ = inspect.Signature([each for each in parameters if self._is_taken(each.name)])
+
+    def _is_taken(self, name: str) -> bool:
+        return self._takes_all or name in self._names
 
     def _check_names(self) -> None:
-        parameters = self.definition.signature.parameters
+        parameters = self.card.signature.parameters
         for name, argument in parameters.items():
             is_needed = argument.default is argument.empty and name not in HOW
-            if is_needed and not self._takes_all and name not in self._names:
+            if is_needed and not self._is_taken(name):
                 raise InvalidInputError(
-                    f"--candidate {self.path}: takes no {name} by name, expected arguments of {self.definition.name}"
+                    f"--candidate {self.path}: takes no {name} by name, expected arguments of {self.card.name}"
                     f"({', '.join(parameters)})"
                 )
 
     def close(self) -> None:
-        """End its process."""
+        """End the function's process."""
         self._process.close()
 
     def taken(self, arguments: Arguments) -> Arguments:
         """Return the arguments that the function takes.
 
         Raises:
-            NotTakenError: the call needs another one.
+            NotTakenError: the call needs an argument that the function does not take.
         """
         taken = {}
         for name, value in arguments.items():
-            if self._takes_all or name in self._names:
+            if self._is_taken(name):
                 taken[name] = value
-            elif name in needed(self.definition, arguments):
+            elif name in needed(self.card, arguments):
                 raise NotTakenError(f"{self.path} takes no {name}")
         return taken
 
@@ -109,28 +121,29 @@ class Candidate:
 
         Raises:
             NotTakenError: the call needs an argument that the function does not take.
-            WrongResultError: a call raises or does not return; it changes what the operation only reads, or returns
-                memory that others use; the result has another shape than `out`, or a narrower dtype than the arguments.
+            WrongResultError: a call raises or does not return; it changes an argument that the operation only reads, or
+                returns memory that others use; the result has another shape than `out`, or a narrower dtype than the
+                arguments.
         """
         self.num_calls += 1
-        self.arguments, self.again = self.definition.by_name(*positional, **named), {}
+        self.arguments, self.again = self.card.by_name(*positional, **named), {}
         taken = self.taken(self.arguments)
         tensors = tensors_in("", taken)
         block_ids = None
         if sum(tensor.nbytes for tensor in tensors.values()) > _MAX_SENT:
             block_ids = reached_blocks(taken)
         first, second = self._outcomes(taken, _device_of(tensors), block_ids)
-        # The second one has copies of what it writes: the caller looks at its own arguments for the first.
-        copies = _with_clones(self.arguments, self.definition)
-        self.again = self.definition.results(copies, self._finished(second, copies))
-        writes = self.definition.writes(self.arguments)
+        # The second call writes to copies, because the caller examines its own arguments for the first call.
+        copies = _with_clones(self.arguments, self.card)
+        self.again = self.card.results(copies, self._finished(second, copies))
+        writes = self.card.written(self.arguments)
         for outcome in (first, second):
             _check_memory(outcome, writes)
             _check_unchanged(tensors, tensors_in("", outcome.arguments), writes, block_ids)
         return self._finished(first, self.arguments)
 
     def _outcomes(self, taken: Arguments, device: torch.device, block_ids: torch.Tensor | None) -> list[Outcome]:
-        """Call the function in its process. block_ids: blocks of caches that are sent, None for all."""
+        """Call the function in its process. block_ids: blocks of caches to send, None for all."""
         request: dict[str, Any] = {"device": str(device), "blocks": None}
         if block_ids is not None:
             request["blocks"] = block_ids.tolist()
@@ -138,7 +151,7 @@ class Candidate:
         with tempfile.TemporaryDirectory(prefix="paged-candidate-") as folder:
             path = Path(folder) / "result"
             request["arguments"], request["result"] = f"{folder}/arguments", str(path)
-            write_call(Path(request["arguments"]), self.definition.name, taken, block_ids)
+            write_call(Path(request["arguments"]), self.card.name, taken, block_ids)
             for _ in range(_NUM_CALLS):
                 path.unlink(missing_ok=True)
                 answer = self._process.ask(request)
@@ -153,9 +166,9 @@ class Candidate:
         return outcomes
 
     def _finished(self, outcome: Outcome, arguments: Arguments) -> Any:
-        """Let arguments hold what the call wrote, and return what the operation would."""
+        """Copy what the call wrote into the arguments, and return what the operation would return."""
         tensors, after = tensors_in("", arguments), tensors_in("", outcome.arguments)
-        for name, mask in self.definition.writes(arguments).items():
+        for name, mask in self.card.written(arguments).items():
             if name in after:
                 _write(tensors[name], after[name], mask)
         device = _device_of(tensors)
@@ -164,8 +177,10 @@ class Candidate:
         if isinstance(returned, tuple | list) and returned:
             first = returned[0]
         _check_dtype(first, dtype_of(arguments))
+        for tensor in tensors_in("", returned).values():
+            _check_dtype(tensor, tensor.dtype)
         out = arguments.get("out")
-        if out is None or self.definition.name == "add_lora":
+        if out is None or self.card.name == "add_lora":
             return returned
         _copy(first, out)
         if first is returned:
@@ -174,33 +189,22 @@ class Candidate:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Let `paged` have the function under the operation's name."""
-        with mock.patch(f"paged.{self.definition.name}", self):
+        """Replace the operation of this name in `paged` by the function."""
+        with mock.patch(f"paged.{self.card.name}", self):
             yield
 
 
-def definition_of(operation: str) -> Definition:
-    """Return an operation's definition.
-
-    Raises:
-        InvalidInputError: there is no such operation.
-    """
-    if operation not in DEFINITIONS:
-        raise InvalidInputError(f"--op {operation}: no operation; there are {', '.join(DEFINITIONS)}")
-    return DEFINITIONS[operation]
-
-
 def is_of(operation: str, check_name: str) -> bool:
-    """Return whether a check of this name is one of the operation."""
+    """Return whether a check of this name belongs to the operation."""
     suffix = check_name.removeprefix(operation)
     return suffix != check_name and (not suffix or suffix[0] in ".:")
 
 
-def needed(definition: Definition, arguments: Arguments) -> list[str]:
-    """Return the names of arguments that a function must take: those that decide the result and are no defaults."""
+def needed(card: Card, arguments: Arguments) -> list[str]:
+    """Return the names of arguments that a function must take: they decide the result and differ from defaults."""
     names = []
     for name, value in arguments.items():
-        default = definition.signature.parameters[name].default
+        default = card.signature.parameters[name].default
         if name == "softmax_scale" and default is None and value is not None:
             default = arguments["q"].shape[2] ** -0.5
             if math.isclose(value, default, rel_tol=1e-6):
@@ -211,16 +215,16 @@ def needed(definition: Definition, arguments: Arguments) -> list[str]:
 
 
 def _device_of(tensors: Tensors) -> torch.device:
-    """Return the device of a call, on which some of its tensors are."""
+    """Return the device of a call: the GPU if some tensors are there."""
     for tensor in tensors.values():
         if not tensor.is_cpu:
             return tensor.device
     return torch.device("cpu")
 
 
-def _with_clones(arguments: Arguments, definition: Definition) -> Arguments:
-    """Return the arguments with copies of those that the operation writes."""
-    written = {name.partition(".")[0].partition("[")[0] for name in definition.writes(arguments)}
+def _with_clones(arguments: Arguments, card: Card) -> Arguments:
+    """Return the arguments with copies of the ones that the operation writes."""
+    written = {name.partition(".")[0].partition("[")[0] for name in card.written(arguments)}
     copies = {}
     for name, value in arguments.items():
         copies[name] = value
@@ -234,7 +238,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_layouts(before: Tensors, after: Tensors) -> None:
-    """Refuse arguments of other names, shapes or dtypes than they had."""
+    """Refuse arguments whose names, shapes or dtypes have changed."""
     if after.keys() != before.keys():
         raise WrongResultError(f"left arguments {', '.join(after)}, expected {', '.join(before)}")
     for name, tensor in after.items():
@@ -243,7 +247,7 @@ def _check_layouts(before: Tensors, after: Tensors) -> None:
 
 
 def _check_memory(outcome: Outcome, writes: Masks) -> None:
-    """Refuse a result in memory that others use: of arguments that are only read, or of an earlier result."""
+    """Refuse a result in the memory of a read-only argument or of an earlier result."""
     for names in outcome.shared:
         if not writes.keys() & set(names):
             raise WrongResultError(f"returned memory of {', '.join(names)}, which the operation only reads")
@@ -252,7 +256,7 @@ def _check_memory(outcome: Outcome, writes: Masks) -> None:
 
 
 def _check_unchanged(before: Tensors, after: Tensors, writes: Masks, block_ids: torch.Tensor | None) -> None:
-    """Refuse another bit where nothing may be written. block_ids: blocks of caches that were sent."""
+    """Refuse a changed bit where nothing may be written. block_ids: blocks of caches that were sent."""
     for name, tensor in before.items():
         mask = writes.get(name)
         if name in writes and mask is None:
@@ -270,7 +274,7 @@ def _check_unchanged(before: Tensors, after: Tensors, writes: Masks, block_ids: 
 
 
 def _write(tensor: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Copy what a call wrote, by bits: not every dtype can be indexed by a mask."""
+    """Copy what a call wrote as bits, because a mask cannot index every dtype."""
     bits, new_bits = _bits(tensor), _bits(values).to(tensor.device)
     if mask is None:
         bits.copy_(new_bits)
@@ -280,13 +284,17 @@ def _write(tensor: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
 
 
 def _check_dtype(result: Any, expected: torch.dtype) -> None:
-    """Refuse a result that is narrower than expected: it would be judged by the budget of its own dtype."""
-    if isinstance(result, torch.Tensor) and TOLERANCE.get(result.dtype, 0) > TOLERANCE.get(expected, 1):
+    """Refuse floats that no operation returns, or narrower ones than expected, even if their values are right."""
+    if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+        return
+    if result.dtype not in FLOAT_DTYPES:
+        raise WrongResultError(f"dtype {result.dtype}, expected one of {', '.join(map(str, FLOAT_DTYPES))}")
+    if torch.finfo(result.dtype).eps > torch.finfo(expected).eps:
         raise WrongResultError(f"dtype {result.dtype}, expected {expected}")
 
 
 def _copy(result: Any, out: torch.Tensor) -> None:
-    """Write a result to `out`, which the function may not have taken."""
+    """Write a result to `out`, because the function may not take `out`."""
     shape: Any = type(result).__name__
     if isinstance(result, torch.Tensor):
         shape = list(result.shape)

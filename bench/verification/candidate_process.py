@@ -1,6 +1,6 @@
-"""The process in which a candidate runs: it calls the function with arguments from files and writes files of results.
+"""The process in which a candidate runs: it calls the function with arguments from files and writes result files.
 
-The judge's process starts it by `COMMAND` and compares what the files hold. Nothing that happens here is a verdict.
+The judge's process starts it by `COMMAND` and compares the contents of the files. Nothing in this process is a verdict.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from paged.tools.recorded_calls.encoder import tensors_in
 from paged.tools.recorder import RecordedCall, read_call, write_call
-from paged.tools.recordings.encoder import tensors_in
 
 COMMAND = "import sys; sys.path[:] = sys.argv[3:]; from paged.bench.verification.candidate_process import main; main()"
-"""Arguments: the descriptor of a socket, MODULE:FUNCTION, and where to look for modules."""
+"""Arguments: the descriptor of a socket, MODULE:FUNCTION, and the folders with modules."""
 
 
 def load_function(path: str) -> Callable[..., Any]:
@@ -42,14 +42,14 @@ def main() -> None:
 
 
 def _answers(requests: Any, path: str) -> Iterator[dict[str, Any]]:
-    """Yield what the function takes, then an answer to each request."""
+    """Yield the arguments that the function takes, then an answer to each request."""
     try:
         function = load_function(path)
         yield {"number": 0, **_taken(function)}
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         yield {"number": 0, "error": str(error)}
         return
-    except BaseException as error:  # the module may end the process, which is no answer
+    except BaseException as error:  # a module that ends the process gives no answer
         yield {"number": 0, "error": f"{type(error).__name__}: {error}"}
         return
     previous: list[torch.Tensor] = []
@@ -86,7 +86,7 @@ def _taken(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _shared(results: list[torch.Tensor], call: RecordedCall) -> list[list[str]]:
-    """Return, for each result that lies in the memory of arguments, their names."""
+    """Return, for each result that lies in the memory of arguments, the names of these arguments."""
     shared = []
     for result in results:
         names = []
@@ -99,7 +99,7 @@ def _shared(results: list[torch.Tensor], call: RecordedCall) -> list[list[str]]:
 
 
 def _is_reused(results: list[torch.Tensor], previous: list[torch.Tensor], call: RecordedCall) -> bool:
-    """Return whether a result lies in the memory of a previous result; a result in an argument, such as out, may."""
+    """Return whether a result lies in the memory of a previous result. A result in an argument, such as out, may."""
     argument_storages = {_storage(tensor) for tensor in tensors_in("", call.arguments).values()}
     previous_storages = {_storage(tensor) for tensor in previous} - argument_storages
     return any(_storage(tensor) in previous_storages for tensor in results)

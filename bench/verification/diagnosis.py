@@ -1,4 +1,4 @@
-"""Why a result of paged attention is wrong: which mistake would give the same numbers."""
+"""Find why a result of paged attention is wrong: a mistake that would give the same numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
+from paged.bench.cards.arguments import Arguments, on_cpu
 from paged.bench.check import Result
-from paged.bench.operations import Arguments, on_cpu
-from paged.kernels.attention.reference import paged_attention
+from paged.kernels.attention.definition import paged_attention
 
 _INT32 = 2**31
-# Blocks of a sequence that are replaced one after another: each takes a reference of one row, about a millisecond.
+# Largest number of a sequence's blocks that are replaced one by one. Each replacement takes a millisecond, because the
+# reference computes a row anew.
 _MAX_REPLACED = 64
 _TENSORS = ("q", "k_cache", "v_cache", "block_table", "cu_seqlens_q", "seq_lens")
-# Arguments that a kernel may forget, and their values that do nothing.
+# Argument that a kernel may ignore by mistake -> value with which the argument has no effect.
 _IDLE: Arguments = {
     "softcap": 0.0,
     "window_size": (-1, -1),
@@ -28,14 +29,14 @@ _IDLE: Arguments = {
     "k_scale": None,
     "v_scale": None,
     "mask": None,
+    "chosen_blocks": None,
 }
 
 
 def explain(arguments: Arguments, result: Result, index: tuple[int, ...]) -> str | None:
-    """Return the mistake that explains the row of `paged_attention` with this wrong element, "as if ..."; None if no
-    mistake that is known does.
+    """Return the mistake that explains this wrong element of `paged_attention`, "as if ..."; None if none is known.
 
-    arguments: of the call, by name. The call is repeated for the element's sequence and head alone.
+    The call is repeated for the element's sequence and head alone. arguments: arguments of the call, by name.
     """
     if result.name != "out":
         return None
@@ -51,9 +52,11 @@ def explain(arguments: Arguments, result: Result, index: tuple[int, ...]) -> str
             return "as if a row that sees no key were 0 / 0"
         return "as if a block of another sequence, or a slot without a token, which holds NaN, were read"
     query = row - offsets[seq]
+    assert result.bound is not None
+    bound = 2 * result.bound[row, head]
     for reason, changed in chain(_mistakes(alone), _stale_blocks(arguments, seq, head, query)):
         want = paged_attention(**changed)[0][min(query, len(changed["q"]) - 1), 0]
-        if float(Result(got, want, result.judged_as or result.got.dtype, 2 * result.budgets).shares().max()) <= 1:
+        if float(Result(got, want, bound).shares().max()) <= 1:
             return f"as if {reason}"
     return _wrapped(arguments, seq)
 
@@ -81,6 +84,9 @@ def _alone(arguments: Arguments, seq: int, head: int) -> Arguments:
         alone["causal"] = bool(alone["causal"][seq])
     if alone["mask"] is not None:
         alone["mask"] = alone["mask"][first:last]
+    if alone["chosen_blocks"] is not None:
+        alone["chosen_blocks"] = alone["chosen_blocks"][first:last, kv_head : kv_head + 1]
+    alone["chosen_block_size"] = arguments.get("chosen_block_size", 0)
     for name in ("sinks", "alibi_slopes"):
         if alone[name] is not None:
             alone[name] = alone[name][head : head + 1]
@@ -94,7 +100,7 @@ def _alone(arguments: Arguments, seq: int, head: int) -> Arguments:
 
 
 def _mistakes(alone: Arguments) -> Iterator[tuple[str, Arguments]]:
-    """Yield mistakes and the arguments with which the reference makes them; options that are not in use are skipped."""
+    """Yield mistakes and the arguments with which the reference makes them; unused options are skipped."""
     for name, idle in _IDLE.items():
         value = alone[name]
         is_idle = not isinstance(value, torch.Tensor) and value == idle
@@ -120,7 +126,7 @@ def _mistakes(alone: Arguments) -> Iterator[tuple[str, Arguments]]:
 
 
 def _stale_blocks(arguments: Arguments, seq: int, head: int, query: int) -> Iterator[tuple[str, Arguments]]:
-    """Yield the sequence with one block of its table replaced by another: of its table, 0, or a neighbour's number."""
+    """Yield the sequence with one block of its table replaced: by another of its blocks, block 0, or a neighbour."""
     table = arguments["block_table"]
     block_ids = table[seq].tolist()
     cache: Any = arguments["k_cache"]
@@ -138,16 +144,18 @@ def _stale_blocks(arguments: Arguments, seq: int, head: int, query: int) -> Iter
                 wrong_table = table.clone()
                 wrong_table[seq, column] = other
                 changed = _alone({**arguments, "block_table": wrong_table}, seq, head)
-                # The row becomes the last of its sequence, so that only this row is computed.
+                # Make the row the last of its sequence, so that the reference computes only this row.
                 num_later = len(changed["q"]) - query - 1
                 changed["q"] = changed["q"][query : query + 1]
+                if changed["chosen_blocks"] is not None:
+                    changed["chosen_blocks"] = changed["chosen_blocks"][query : query + 1]
                 changed["seq_lens"] = changed["seq_lens"] - num_later
                 changed["cu_seqlens_q"] = torch.tensor([0, 1])
                 yield f"block {other} were read in place of {place}", changed
 
 
 def _wrapped(arguments: Arguments, seq: int) -> str | None:
-    """Return that an offset of the sequence's blocks does not fit 32 bits, if one does not."""
+    """Return a message if an offset of the sequence's blocks does not fit 32 bits, else None."""
     cache: Any = arguments["k_cache"]
     num_blocks = -(-int(arguments["seq_lens"][seq]) // cache.shape[1])
     for block in arguments["block_table"][seq, :num_blocks].tolist():

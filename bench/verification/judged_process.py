@@ -1,4 +1,4 @@
-"""The judge's end of a candidate's process: whatever the function does, a request comes to an answer or to an error."""
+"""The judge's end of a candidate's process: whatever the function does, a request gets an answer or an error."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paged.bench.check import WrongResultError
 from paged.bench.verification.candidate_process import COMMAND
 from paged.errors import InvalidInputError
 
-# Longest line of an answer, and bytes of what a function prints that are passed on.
+# Limit of bytes in an answer's line, and of bytes that are passed on from a function's output.
 _MAX_BYTES = 1 << 16
-# Processes that are started again after they have ended; each takes seconds to import PyTorch.
+# Limit of restarts after the process has ended, because each takes seconds to import PyTorch.
 _MAX_RESTARTS = 5
-# Seconds for the start beside the limit of a call.
+# Seconds that the start may take, in addition to the limit of a call.
 _START_S = 60.0
 _NOT_ASKED = "its process answered what was not asked"
 
 
 class JudgedProcess:
-    """A process that calls a function. It starts again after it has ended, but not after a call that took too long.
+    """A process that calls a function. It restarts after it has ended, but not after a call that took too long.
 
     Args:
         path: "module:function".
@@ -45,10 +45,10 @@ class JudgedProcess:
         self._given_up = ""
 
     def start(self) -> tuple[frozenset[str], bool]:
-        """Start it; return the names of the arguments that the function takes, and whether it takes all.
+        """Start the process; return the names of the arguments that the function takes, and whether it takes all.
 
         Raises:
-            InvalidInputError: there is no such function, or its module does not load.
+            InvalidInputError: the function does not exist, or its module does not load.
         """
         try:
             self._open()
@@ -66,7 +66,7 @@ class JudgedProcess:
         """Return the answer to a request.
 
         Raises:
-            WrongResultError: the process ended, took too long, or answered what was not asked.
+            WrongResultError: the process ended, took too long, or gave an unexpected answer.
         """
         if self._given_up:
             raise WrongResultError(self._given_up)
@@ -74,7 +74,7 @@ class JudgedProcess:
             self._restart()
         self._number += 1
         assert self._connection is not None
-        with contextlib.suppress(OSError):  # that it has ended shows when the answer is received
+        with contextlib.suppress(OSError):  # an ended process shows when the answer is received
             self._connection.sendall(json.dumps({**request, "number": self._number}).encode() + b"\n")
         answer = self._receive(self._number, self._seconds)
         if answer.get("error") is None and not _is_answer(answer):
@@ -82,14 +82,14 @@ class JudgedProcess:
         return answer
 
     def close(self) -> None:
-        """End the process and those that it started."""
+        """End the process and its children."""
         if self._process is None or self._connection is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._printer is not None:
-            self._printer.join(1.0)  # longer only where a process that has left the group holds the pipe
+            self._printer.join(1.0)  # a child outside of the group may hold the pipe for longer
         self._connection.close()
         self._process = self._connection = None
         self._pending = b""
@@ -119,21 +119,21 @@ class JudgedProcess:
                 start_new_session=True,
             )
         self._connection = ours
-        # What it prints is no line of the judge's.
+        # A thread passes on what the function prints, so that it cannot look like the judge's output.
         self._printer = threading.Thread(target=self._pass_on, args=(self._process.stdout,), daemon=True)
         self._printer.start()
 
     def _pass_on(self, output: Any) -> None:
-        """Print the lines of the process on stderr, with its name before them."""
-        left = _MAX_BYTES
+        """Print the process's output on stderr; each line begins with the function's path."""
+        budget = _MAX_BYTES
         with contextlib.suppress(OSError, ValueError):  # either end is closed
             for line in iter(lambda: output.readline(_MAX_BYTES), ""):
-                if left > 0:
-                    print(f"{self._path}: {line[:left].rstrip()}", file=sys.stderr)
-                left -= len(line)
+                if budget > 0:
+                    print(f"{self._path}: {line[:budget].rstrip()}", file=sys.stderr)
+                budget -= len(line)
 
     def _receive(self, number: int, seconds: float) -> dict[str, Any]:
-        """Wait for the answer of a number; end the process if another one comes, or none."""
+        """Wait for the answer with this number; end the process if another answer or none comes."""
         try:
             line = self._line(seconds)
             answer = json.loads(line)
@@ -169,7 +169,7 @@ class JudgedProcess:
         return line
 
     def _exit(self) -> str:
-        """Return how the process ended; it may only have closed its connection."""
+        """Return the exit code or signal of the process as text; 'no exit code' if it still runs."""
         assert self._process is not None
         try:
             code = self._process.wait(1.0)
@@ -181,14 +181,14 @@ class JudgedProcess:
 
 
 def _is_hello(answer: dict[str, Any]) -> bool:
-    """Return whether an answer says what a function takes; the function may have written the answer itself."""
+    """Return whether an answer lists what a function takes. The function may have written the answer itself."""
     if answer.keys() != {"number", "names", "takes_all"}:
         return False
     return _is_list_of_texts(answer["names"]) and isinstance(answer["takes_all"], bool)
 
 
 def _is_answer(answer: dict[str, Any]) -> bool:
-    """Return whether an answer is one to a call that returned."""
+    """Return whether an answer belongs to a call that returned."""
     if answer.keys() != {"number", "error", "shared", "is_reused"}:
         return False
     shared = answer["shared"]

@@ -1,4 +1,4 @@
-"""A recorded call beside the reference: as it was recorded, and made again by each backend of this machine."""
+"""A recorded call beside the reference: as it was recorded, and repeated by each backend of this machine."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from unittest import mock
 
 import torch
 
+from paged.bench.cards.arguments import Arguments, Tensors
+from paged.bench.cards.card import Card
+from paged.bench.cards.cards import card_of
 from paged.bench.check import Result, WrongResultError
-from paged.bench.operations import Arguments, Definition, Tensors
-from paged.bench.verification.candidate import NotTakenError, definition_of
+from paged.bench.verification.candidate import NotTakenError
 from paged.errors import CheckpointError
-from paged.kernels.common.compat import HAS_TRITON, interpreting
-from paged.kernels.common.device import has_numba
+from paged.kernels.core.compat import HAS_TRITON, interpreting
+from paged.kernels.core.device import has_numba
 from paged.tools.printable import one_line
 from paged.tools.recorder import RecordedCall, read_call
 
 
 @dataclass
 class Replay:
-    """One row: the call as it was recorded (backend ""), or made again by a backend.
+    """One row: the call as it was recorded (backend ""), or repeated by a backend.
 
-    by: who makes the call, for the row's name; by default the backend. definition, arguments: of the call, for a
-    diagnosis.
+    by: name of the caller in the row's name; by default the backend. card, arguments: the call's, for a diagnosis.
     """
 
     path: Path
@@ -36,10 +37,10 @@ class Replay:
 
     def __post_init__(self) -> None:
         self.call = read_call(self.path, self.device)
-        self.definition: Definition = definition_of(self.call.operation)
+        self.card: Card = card_of(self.call.operation)
         self.arguments: Arguments = self.call.arguments
         try:
-            self.definition.signature.bind(**self.arguments)
+            self.card.signature.bind(**self.arguments)
         except TypeError as error:
             raise CheckpointError(f"{self.path}: no call of {self.call.operation}: {error}") from error
 
@@ -53,24 +54,25 @@ class Replay:
         """Yield the results beside the reference's.
 
         Raises:
-            NotTakenError: the call raised when it was recorded, so that no result was.
-            WrongResultError: the file's result is none of the operation.
+            NotTakenError: the recorded call raised, so it has no result.
+            WrongResultError: the file's result cannot be a result of the operation.
         """
-        definition, arguments = self.definition, self.arguments
+        card, arguments = self.card, self.arguments
         if not self.backend and self.call.about["error"]:
             raise NotTakenError(f"it raised {one_line(self.call.about['error'])}")
-        want, judgement = self.want(), definition.judge(arguments)
+        want = self.want()
+        bounds = card.bounds(arguments, want)
         if self.backend:
             with mock.patch.dict(os.environ, {"PAGED_BACKEND": self.backend}):
-                got = definition.call(arguments)
+                got = card.call(arguments)
         else:
             got = self._recorded()
-        yield from definition.beside(got, want, judgement).values()
+        yield from card.beside(arguments, got, want, bounds).values()
 
     def _recorded(self) -> Tensors:
-        """Return the results that the file has."""
+        """Return the results in the file."""
         try:
-            results = self.definition.results({**self.arguments, **self.call.written}, self.call.returned)
+            results = self.card.results({**self.arguments, **self.call.written}, self.call.returned)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise WrongResultError(f"what was recorded is no result: {type(error).__name__}: {error}") from error
         for name, result in results.items():
@@ -81,15 +83,15 @@ class Replay:
     def want(self) -> Tensors:
         """Return the reference's results.
 
-        The operation checks the arguments first, on the CPU: a reference follows whatever ids and sizes a file has.
+        The operation checks the arguments first, on the CPU, because a reference follows any ids and sizes in a file.
         """
         with mock.patch.dict(os.environ, {"PAGED_BACKEND": "torch"}):
-            self.definition.call(read_call(self.path, torch.device("cpu")).arguments, self.definition.own)
-        return self.definition.want(self.arguments)
+            self.card.call(read_call(self.path, torch.device("cpu")).arguments, self.card.own)
+        return self.card.want(self.arguments)
 
 
 def backends(device: torch.device) -> list[str]:
-    """Return the backends that can run on a device in this process, what models run there first."""
+    """Return the backends that can run on a device in this process; the first is the models' backend."""
     if device.type == "cuda":
         return ["triton", "torch"]
     names = []

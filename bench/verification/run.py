@@ -1,4 +1,4 @@
-"""The checks of `paged verify --quick`, in as many processes as they need: after a hang or a lost GPU, another goes on.
+"""The checks of `paged verify --quick`. After a hang or a lost GPU, another process continues.
 
 python -m bench.verification.run [--json FILE] [--only NAME] [--budget SECONDS] [--resume]
 """
@@ -18,7 +18,7 @@ def measure(check: Check, setting: Setting) -> dict[str, Any]:
     """Return how many results are right.
 
     Raises:
-        WrongResultError: one is not.
+        WrongResultError: a result is wrong.
     """
     torch.manual_seed(0)
     num_results = 0

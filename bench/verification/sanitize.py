@@ -1,10 +1,10 @@
-"""Checks in Triton's concurrency sanitizer, which sees reads of shared memory that the copy engine still fills.
+"""Run checks in Triton's concurrency sanitizer, which sees reads of shared memory that the copy engine still fills.
 
     python -m bench.verification.sanitize [--json FILE] [--only NAME] [--budget SECONDS] [--resume]
 
-Cases of `paged verify` whose kernels fetch boxes. The sanitizer adds a check to every access, so a kernel takes 8 to
-33 seconds to compile: all are compiled first, on all cores. A race ends the kernel, and with it the process's use of
-the GPU. Needs a GPU.
+The checks are cases of `paged verify` whose kernels fetch boxes. The sanitizer adds a check to every access, so a
+kernel takes up to 33 seconds to compile: all are compiled first, on all cores. A race ends the kernel, and with it the
+process's use of the GPU. Needs a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paged.bench.benchmark import RESUMABLE, Benchmark, Setting
 from paged.bench.compilation.ahead import compile_ahead, variants_of
 from paged.bench.verification import run
 from paged.bench.verification.cases import CHECKS, Check
-from paged.kernels.common.compat import triton
+from paged.kernels.core.compat import triton
 
 _NAMES = ("boxes of 64", "boxes of 128", "boxes of padded heads", "boxes of fp8", "boxes and a window",
           "boxes and a tree", "boxes, interleaved K and V", "boxes of keys that are values")  # fmt: skip
@@ -36,11 +36,11 @@ CASES = [
 
 @functools.cache
 def compile_cases(setting: Setting) -> None:
-    """Compile what all cases launch."""
+    """Compile the kernels that all cases launch."""
 
     def launch_all() -> None:
         for check in CASES:
-            with suppress(Exception):  # its results mean nothing
+            with suppress(Exception):  # the results mean nothing here
                 list(check.results(setting.device, setting.dtype))
 
     compile_ahead(variants_of(launch_all), math.inf)
@@ -65,8 +65,8 @@ BENCHMARK = Benchmark(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The benchmark's, in the sanitizer, for which kernels want memory of their own."""
-    os.environ["TRITON_INSTRUMENTATION_MODE"] = "consan"  # for processes that compile; here it has been read
+    """Run the benchmark in the sanitizer, whose kernels need memory of their own."""
+    os.environ["TRITON_INSTRUMENTATION_MODE"] = "consan"  # for child processes; this one has read it
     triton.knobs.compilation.instrumentation_mode = "consan"
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
     return BENCHMARK.main(argv)

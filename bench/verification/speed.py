@@ -1,9 +1,9 @@
-"""A recorded call, timed by each backend of this machine beside a candidate and the peers that take it.
+"""Time a recorded call by each backend of this machine, beside a candidate and the peers that take it.
 
     paged bench --replay FILE [--candidate MODULE:FUNCTION] [--repeats N]
 
-Each implementation is bound once, as in models, and checked against the reference before it is timed, in turns on the
-same tensors. They may lie in the processor's cache.
+Each implementation is bound once, as in models, and checked against the reference. Then all are timed in turns on the
+same tensors, which may lie in the processor's cache.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import torch
 from paged.bench.attention.cases import AttentionCase, Layer, Step
 from paged.bench.attention.peers import PEERS as ATTENTION_PEERS
 from paged.bench.benchmark import DEVICE, LEGEND, Setting, line
+from paged.bench.cards.arguments import Arguments
+from paged.bench.cards.cards import CARDS
 from paged.bench.check import Result, WrongResultError
 from paged.bench.contest import OURS, Contest, Peer
-from paged.bench.moe.cases import MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.moe.peers import PEERS as MOE_PEERS
-from paged.bench.operations import DEFINITIONS, Arguments
+from paged.bench.problems.experts import MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.timing import Call
 from paged.bench.verification.candidate import Candidate, needed
 from paged.bench.verification.candidate_process import load_function
@@ -38,7 +39,7 @@ _EXPERTS = ["hidden_states", "w1", "w2", "topk_weights", "topk_ids"]
 
 
 class Entrants(NamedTuple):
-    """Peers of an operation, the recorded call as their case, and what makes a peer's calls of it."""
+    """Peers of an operation, the recorded call as their case, and a function that makes a peer's calls."""
 
     peers: Sequence[Peer]
     case: Any
@@ -46,15 +47,17 @@ class Entrants(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the times of what models run here, each other's as a ratio to it, and why a peer is absent."""
+    """Print the time of the models' backend here, ratios of the others to it, and why a peer is absent."""
     parser = argparse.ArgumentParser(description="Time a recorded call beside peers.")
     parser.add_argument("file", type=Path)
     parser.add_argument("--candidate", metavar="MODULE:FUNCTION", help="also time this function")
-    parser.add_argument("--repeats", type=int, default=20, help="samples of each, at least 2; %(default)s")
+    parser.add_argument(
+        "--repeats", type=int, default=20, help="samples of each implementation, at least 2; default: %(default)s"
+    )
     args = parser.parse_args(argv)
     try:
         _time(args)
-    except SystemExit as error:  # of a function that is timed, which runs in this process
+    except SystemExit as error:  # the timed function may raise it, because it runs in this process
         raise WrongResultError("a timed function ends the process") from error
     return 0
 
@@ -62,40 +65,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _time(args: argparse.Namespace) -> None:
     device = torch.device(DEVICE)
     replay = Replay(args.file, device, "")
-    definition, arguments = replay.definition, replay.arguments
-    want, judgement = replay.want(), definition.judge(arguments)
-    entries = Contest({"name": definition.name, "size": {}}, Setting(device, args.repeats))
+    card, arguments = replay.card, replay.arguments
+    want = replay.want()
+    bounds = card.bounds(arguments, want)
+    entries = Contest({"name": card.name, "size": {}}, Setting(device, args.repeats))
 
     def check(function: Any) -> None:
-        """Results are checked by a call on tensors of its own: the timed ones change where a call writes to them."""
+        """Check the results of a call on fresh tensors, because the timed tensors change where a call writes."""
         fresh = Replay(args.file, device, "").arguments
-        for result in definition.beside(definition.call(fresh, function), want, judgement).values():
+        for result in card.beside(arguments, card.call(fresh, function), want, bounds).values():
             result.check()
 
     names = backends(device)
     for name in names:
         with mock.patch.dict(os.environ, {"PAGED_BACKEND": name}):
-            bound: Any = definition.operation.bind(**arguments)  # type: ignore[attr-defined]
+            bound: Any = card.operation.bind(**arguments)  # type: ignore[attr-defined]
         check(bound)
         entries.add(OURS if name == names[0] else name, [partial(bound, **arguments)], lambda _: None)
     if args.candidate:
-        candidate = Candidate(definition.name, args.candidate)
+        candidate = Candidate(card.name, args.candidate)
         try:
-            check(candidate)
-            for result in definition.beside(candidate.again, want, judgement).values():
-                result.check()
+            with candidate.installed():
+                check(candidate)
+                for result in card.beside(arguments, candidate.again, want, bounds).values():
+                    result.check()
         finally:
             candidate.close()
         timed = partial(load_function(candidate.path), **candidate.taken(arguments))
         entries.add(candidate.path, [timed], lambda _: None)
     entrants = None
-    if definition.name == "paged_attention":
+    if card.name == "paged_attention":
         entrants = _attention(arguments)
-    elif definition.name == "fused_moe":
+    elif card.name == "fused_moe":
         entrants = _experts(arguments)
     if entrants is not None:
         entries.add_peers(
-            *entrants, lambda out: Result(out.reshape(want["out"].shape), want["out"], *judgement).check()
+            *entrants, lambda out: Result(out.reshape(want["out"].shape), want["out"], bounds["out"]).check()
         )
     print("\n".join([about(replay.call), f"ours: {names[0]} on {device}; {LEGEND}", line(entries.row())]))
     for name, reason in entries.absent.items():
@@ -105,8 +110,8 @@ def _time(args: argparse.Namespace) -> None:
 
 
 def _attention(arguments: Arguments) -> Entrants | None:
-    """Return who takes a call of attention; None if it has options, or sequences without a token."""
-    if set(needed(DEFINITIONS["paged_attention"], arguments)) != set(_ATTENTION):
+    """Return the entrants for a call of attention; None if it has options, or sequences without a token."""
+    if set(needed(CARDS["paged_attention"], arguments)) != set(_ATTENTION):
         return None
     q, k_cache, v_cache = (arguments[name] for name in ("q", "k_cache", "v_cache"))
     q_lens, seq_lens = arguments["cu_seqlens_q"].diff().tolist(), arguments["seq_lens"].tolist()
@@ -127,8 +132,8 @@ def _attention(arguments: Arguments) -> Entrants | None:
 
 
 def _experts(arguments: Arguments) -> Entrants | None:
-    """Return who takes a call of experts; None if it has options, or ids that name no expert."""
-    if set(needed(DEFINITIONS["fused_moe"], arguments)) != set(_EXPERTS):
+    """Return the entrants for a call of experts; None if it has options, or ids that name no expert."""
+    if set(needed(CARDS["fused_moe"], arguments)) != set(_EXPERTS):
         return None
     hidden_states, w1, w2, topk_weights, topk_ids = (arguments[name] for name in _EXPERTS)
     num_experts, hidden_size, intermediate_size = w2.shape

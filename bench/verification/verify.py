@@ -12,24 +12,30 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 
 from paged.bench.benchmark import benchmark_dtype, check_only, released
+from paged.bench.cards.arguments import dtype_of
+from paged.bench.cards.cards import card_of
 from paged.bench.check import Result, WrongResultError
-from paged.bench.operations import dtype_of
-from paged.bench.verification.candidate import Candidate, NotTakenError, definition_of, is_of
+from paged.bench.compiled.errors import NotModelledError
+from paged.bench.verification.candidate import Candidate, NotTakenError, is_of
 from paged.bench.verification.cases import CHECKS, Check
 from paged.bench.verification.diagnosis import explain
 from paged.bench.verification.replay import Replay, about, backends
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common import compat
-from paged.kernels.common import device as devices
+from paged.kernels.core import compat
+from paged.kernels.core import device as devices
 from paged.tools.recorder import read_call
+
+if TYPE_CHECKING:
+    from paged.bench.compiled.device import CompiledDevice
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Row:
     """One check in one dtype.
 
     worst: its largest error as a fraction of the budget; None if `error` has the reason. first: the first wrong
-    element. reason: a mistake of a candidate that would give it.
+    element. reason: a mistake of a candidate that would give this element.
     """
 
     case: str
@@ -51,7 +57,7 @@ class Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything and print a row each; return 1 if a result is wrong.
+    """Check everything and print a row for each check; return 1 if a result is wrong.
 
     Raises:
         UnsupportedError: the device does not exist, or its backend cannot run here.
@@ -62,21 +68,28 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInputError(f"--op {args.op}: {args.replay} holds a call of {recorded}")
         args.op = recorded
     if args.op:
-        definition_of(args.op)
+        card_of(args.op)
     if args.candidate and not args.op:
         raise InvalidInputError("--candidate: expected --op NAME beside it, the operation whose place it takes")
+    if args.compiled and (
+        args.device == "cuda" or args.backend not in (None, "triton") or args.candidate or args.replay
+    ):
+        raise InvalidInputError(f"--compiled {args.compiled}: runs the Triton kernels of checks, on a CPU")
     if not 0 < args.call_seconds < math.inf:
         raise InvalidInputError(f"--call-seconds {args.call_seconds}: expected more than 0")
 
     has_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
-    if args.device == "cuda" or (has_gpu and args.device is None):
+    if args.device == "cuda" or (has_gpu and args.device is None and not args.compiled):
         device = torch.device("cuda")
     if device.type == "cuda" and not has_gpu:
         raise UnsupportedError("--device cuda: torch finds no GPU; see `paged info`")
-    if args.backend == "triton" and device.type == "cpu" and compat.HAS_TRITON and not compat.interpreting():
+    wants_interpreter = args.backend == "triton" and device.type == "cpu" and not args.compiled
+    if compat.HAS_TRITON and (wants_interpreter or args.compiled) and wants_interpreter != compat.interpreting():
         # The interpreter must be chosen before triton is imported.
         command = [sys.executable, "-m", "paged", "verify", "--device", "cpu", "--backend", "triton"]
+        if args.compiled:
+            command += ["--compiled", args.compiled, "--num-sms", str(args.num_sms), "--schedule", args.schedule]
         for option in ("quick", "json"):
             if getattr(args, option):
                 command.append(f"--{option}")
@@ -85,32 +98,42 @@ def run(args: argparse.Namespace) -> int:
                 command += [f"--{option}", str(getattr(args, option))]
         if args.candidate:
             command += ["--call-seconds", str(args.call_seconds)]
-        return subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
+        environment = {**os.environ, "TRITON_INTERPRET": str(int(wants_interpreter))}
+        return subprocess.run(command, env=environment, check=False).returncode
     choice = args.backend or os.environ.get("PAGED_BACKEND", "")
     can_run_numba = device.type == "cpu" and devices.has_numba()
     if choice == "numba" and not can_run_numba:
         raise UnsupportedError(
             f"numba kernels cannot run on {device}: they need a CPU, numba, and PyTorch's GNU OpenMP"
         )
+    if args.compiled:
+        choice = "triton"
     if not choice and can_run_numba and not compat.interpreting():
         choice = "numba"
     backend, where = choice or "torch", f"on {device}"
-    with mock.patch.dict(os.environ, {"PAGED_BACKEND": choice}), _candidate(args) as candidate:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"PAGED_BACKEND": choice}))
+        candidate = stack.enter_context(_candidate(args))
+        compiled = None
+        if args.compiled:
+            compiled = stack.enter_context(_compiled(args))
         interpreted = False
         if devices.use_triton(device):
             backend, interpreted = "triton", device.type == "cpu"
         if args.replay:
             rows = list(_replay(args, device, candidate))
         else:
-            rows = list(_check_all(args, device, candidate))
+            rows = list(_check_all(args, device, candidate, compiled))
     wrong = sum(not row.ok for row in rows)
     not_checked = sum(row.ok and row.worst is None for row in rows)
     num_checked = len(rows) - not_checked
     if interpreted:
         where = "in Triton's interpreter"
+    if args.compiled:
+        where = f"compiled for {args.compiled}"
     if args.json:
         report = {"device": str(device), "backend": backend, "interpreted": compat.interpreting(), "wrong": wrong}
-        report["not_checked"] = not_checked
+        report |= {"not_checked": not_checked, "compiled": args.compiled}
         print(json.dumps({**report, "rows": [asdict(row) for row in rows]}, indent=1))
     else:
         more = ""
@@ -136,8 +159,19 @@ def _candidate(args: argparse.Namespace) -> Iterator[Candidate | None]:
         candidate.close()
 
 
-def _check_all(args: argparse.Namespace, device: torch.device, candidate: Candidate | None) -> Iterator[Row]:
-    """The rows, each printed when it is there; the last one is of a check that left the device unusable."""
+def _compiled(args: argparse.Namespace) -> CompiledDevice:
+    """Return the device that runs compiled kernels; its module needs Triton."""
+    if not compat.HAS_TRITON:
+        raise UnsupportedError(f"--compiled {args.compiled}: triton is not installed")
+    from paged.bench.compiled.device import CompiledDevice
+
+    return CompiledDevice(args.compiled, num_sms=args.num_sms, schedule=args.schedule)
+
+
+def _check_all(
+    args: argparse.Namespace, device: torch.device, candidate: Candidate | None, compiled: CompiledDevice | None
+) -> Iterator[Row]:
+    """Yield the rows, and print each at once; the last row may be a check that left the device unusable."""
     checks = list(CHECKS)
     if args.op:
         checks = [check for check in checks if is_of(args.op, check.name)]
@@ -145,12 +179,17 @@ def _check_all(args: argparse.Namespace, device: torch.device, candidate: Candid
     if args.quick:
         checks = [check for check in checks if check.is_quick]
         dtypes = [benchmark_dtype(device)]
+        if compiled is not None:
+            dtypes = [torch.bfloat16]  # what models run on a GPU
     check_only(args.only, [check.name for check in checks])
     checks = [check for check in checks if args.only in check.name]
     width = _print_head(args, [check.name for check in checks])
     for check, dtype in itertools.product(checks, dtypes):
-        row = _row(check, device, dtype, candidate)
-        # A CPU is not lost, and a collection takes a second in a process with many objects, as tests are.
+        if compiled is None:
+            row = _row(check, device, dtype, candidate)
+        else:
+            row = _compiled_row(check, device, dtype, compiled)
+        # Only a GPU can be lost. On a CPU the collection could take a second in a process with many objects.
         is_lost = device.type == "cuda" and not released(device)
         if is_lost:
             row = replace(row, ok=False, error=f"{row.error or ''} the device is lost: no other check can run".strip())
@@ -195,7 +234,7 @@ def _row(
     candidate: Candidate | None,
     explained: Candidate | Replay | None = None,
 ) -> Row:
-    """explained: the call whose mistake is named; by default the candidate's last one."""
+    """Return a check's row. explained: the call whose mistake is named; by default the candidate's last one."""
     start = time.perf_counter()
     row = Row(check.name, str(dtype).removeprefix("torch."), 0.0, 0.0, False)
     installed: AbstractContextManager[None] = nullcontext()
@@ -205,7 +244,7 @@ def _row(
         calls_before = candidate.num_calls
         installed = candidate.installed()
         if isinstance(check, Check):
-            seeds.append(1)  # other numbers of the same shapes, for a function that remembers its results
+            seeds.append(1)  # new values with the same shapes expose a kernel that returns earlier results
     count = 0
     try:
         with installed:
@@ -224,9 +263,12 @@ def _row(
     except NotTakenError as error:
         if row.first is None:
             return replace(row, worst=None, ok=True, error=f"not checked: {error}")
+    except NotModelledError as error:
+        if row.first is None:
+            return replace(row, worst=None, ok=True, error=f"not modelled: {error}")
     except WrongResultError as error:
         row = replace(row, worst=None, error=str(error))
-    except Exception as error:  # the other operations still get their rows
+    except Exception as error:  # other operations still get their rows
         place = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(place.filename).name}:{place.lineno}"
         row = replace(row, worst=None, error=f"{type(error).__name__}: {error} ({where})")
@@ -238,6 +280,19 @@ def _row(
     return replace(row, ok=count > 0 and row.worst <= 1)
 
 
+def _compiled_row(check: Check, device: torch.device, dtype: torch.dtype, compiled: CompiledDevice) -> Row:
+    """Return the row of a check whose kernels run as compiled code. A fault of memory or order is wrong, too."""
+    compiled.report.clear()
+    row = _row(check, device, dtype, None)
+    faults = compiled.report.lines()
+    if faults:
+        reasons = [*filter(None, [row.error]), *faults]
+        return replace(row, ok=False, error="; ".join(reasons))
+    if row.ok and row.error is None and compiled.report.num_launches == 0:
+        return replace(row, worst=None, error="not checked: it launches no kernel")
+    return row
+
+
 def _with_result(row: Row, result: Result, call: Candidate | Replay | None) -> Row:
     """Return the row with a result's error, and with its first wrong element if the row has none."""
     shares = result.shares()
@@ -247,7 +302,7 @@ def _with_result(row: Row, result: Result, call: Candidate | Replay | None) -> R
     if row.first is not None or index is None:
         return row
     reason = None
-    if call is not None and call.definition.name == "paged_attention":
+    if call is not None and call.card.name == "paged_attention":
         reason = explain(call.arguments, result, index)
     return replace(row, first=result.describe(index), reason=reason)
 
@@ -261,5 +316,5 @@ def _print(row: Row, width: int) -> None:
     if not row.ok:
         note = "; ".join(filter(None, (f"WRONG {row.error or ''}".strip(), row.first, row.reason)))
     text = f"{row.case:{width}}  {row.dtype:8}  {worst:>14}  {1e3 * row.seconds:7.1f}  {note}".rstrip()
-    text = text.replace("\n", "\n    ")  # no line of an error is one of ours
-    print(text, flush=True)  # in case a later check ends the process
+    text = text.replace("\n", "\n    ")  # so that no line of an error looks like a row
+    print(text, flush=True)  # flushed, because a later check may end the process

@@ -32,31 +32,31 @@ _WOKEN_AT_ONCE = 16
 
 
 class EngineStoppedError(PagedError):
-    """The engine was shut down, or a step of it failed, before the request ended."""
+    """The engine was shut down or a step failed before the request ended."""
 
 
 class _Stream:
-    """The newest state of a request that its reader has not taken, and an error to raise after it.
+    """The newest state of a request, until its reader takes it, and an error to raise after it.
 
-    is_asleep: whether the reader waits, and nobody has begun to wake it.
+    is_asleep: whether the reader waits and no wake-up is scheduled.
     """
 
     def __init__(self, output: RequestOutput, loop: asyncio.AbstractEventLoop) -> None:
         self.output = output
-        self.newest: deque[Moment] = deque(maxlen=1)  # the worker appends, the reader pops: both are atomic
+        self.newest: deque[Moment] = deque(maxlen=1)  # the worker appends and the reader pops, both atomically
         self.is_asleep = False
         self._loop = loop
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def wake(self, error: BaseException | None = None) -> None:
-        """Let the reader take the newest state and, after it, raise an error."""
+        """Wake the reader, to take the newest state and then raise the error, if any."""
         self._error = self._error or error
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> Moment:
-        """Return the newest state once there is one that was not taken; else raise the error."""
+        """Wait for a new state and return it; without one, raise the error."""
         if asyncio.get_running_loop() is not self._loop:
             raise EngineStoppedError(f"request {self.output.request_id!r}: its stream belongs to another event loop")
         while not self.newest:
@@ -64,25 +64,25 @@ class _Stream:
                 raise self._error
             self._waiter = self._loop.create_future()
             self.is_asleep = True
-            if not self.newest:  # the worker appends, then looks whether the reader is asleep: one of both sees it
+            if not self.newest:  # check again: the worker may append before it sees `is_asleep`
                 await self._waiter
         self.is_asleep = False
         return self.newest.pop()
 
 
 class _EmbeddingLine:
-    """Lets embedding requests run one after another, so that a step waits for one forward of them at most."""
+    """Runs embedding requests one after another, so that a step waits for at most one of their forwards."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
-        self.num_waiting = 0  # prompts of the requests that do not run
+        self.num_waiting = 0  # prompts of waiting requests
 
     @asynccontextmanager
     async def held(self, num_prompts: int, max_waiting: int | None) -> AsyncIterator[None]:
-        """Wait for the turn, and keep it inside.
+        """Wait for the turn and hold it within the context.
 
         Raises:
-            QueueFullError: there is a wait, and more than `max_waiting` prompts would wait.
+            QueueFullError: another request holds the turn, and more than `max_waiting` prompts would wait.
         """
         num_waiting = self.num_waiting + num_prompts
         if self.turn.locked() and max_waiting is not None and num_waiting > max_waiting:
@@ -101,22 +101,22 @@ class _EmbeddingLine:
 class AsyncEngine:
     """Streams the outputs of a synchronous `Engine` without blocking the event loop.
 
-    A worker thread runs steps as long as there are requests, and tells the event loop once a step which of them have
-    news; calls wait for the step in progress.
+    A worker thread runs steps as long as there are requests. Once per step it tells the event loop which requests have
+    changed. Calls wait for the step in progress.
 
-    Use it from one event loop at a time: calls from another loop raise InvalidInputError and do nothing until the
-    former loop is closed. The first call after that aborts what the closed loop left. Leaving a stream by `aclose`, an
-    exception or a cancelled task aborts its request. A stream that is read slowly, or never, holds only its newest
-    state. `async with` shuts down at its end. After `shutdown`, all other methods raise EngineStoppedError.
+    Use one event loop at a time: until the former loop is closed, calls from another loop raise InvalidInputError and
+    do nothing. The first call after that aborts the requests of the closed loop. Leaving a stream by `aclose`, an
+    exception or a cancelled task aborts its request. A stream that is read slowly or never holds only its newest state.
+    `async with` shuts down at its end. After `shutdown`, all other methods raise EngineStoppedError.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        # Gradients are off in its thread: to switch them off in every step takes 4 us.
+        # Gradients are off in the worker thread, because switching them off in every step takes 4 us.
         self._worker = ThreadPoolExecutor(1, "paged-engine", torch.set_grad_enabled, (False,))
         self._streams: dict[RequestOutput, _Stream] = {}
-        self._behind: set[RequestOutput] = set()  # those whose readers have not been given the newest state
-        self._is_queued = False  # whether a step is queued; only the worker reads and sets it
+        self._behind: set[RequestOutput] = set()  # outputs whose newest state was not published
+        self._is_queued = False  # whether a step is queued; used by the worker only
         self._is_paused = False
         self._is_accepting = True
         self._is_stopped = False
@@ -125,7 +125,7 @@ class AsyncEngine:
 
     @property
     def is_accepting(self) -> bool:
-        """Whether it takes requests. Does not wait for the step that runs."""
+        """Whether the engine accepts requests. Does not wait for the step in progress."""
         return self._is_accepting and not self._is_stopped
 
     async def __aenter__(self) -> AsyncEngine:
@@ -144,16 +144,16 @@ class AsyncEngine:
         deltas: bool = False,
         **options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Run a request; yield its newest output whenever it has changed, until it has finished.
+        """Run a request; yield its newest output whenever it changes, until it is finished.
 
-        Texts and messages are encoded in another thread than the steps.
+        Texts and messages are encoded outside the thread that runs steps.
 
         Args:
-            deltas: whether each output holds only the tokens, text and log probabilities since the last one.
-            options: as the other arguments, those of `Engine.add_request`.
+            deltas: whether each output holds only the tokens, text and log probabilities since the previous one.
+            options: see `Engine.add_request`, also for the other arguments.
 
         Raises:
-            InvalidInputError, UnsupportedError, SequenceTooLongError, QueueFullError: as `Engine.add_request`.
+            InvalidInputError, UnsupportedError, SequenceTooLongError, QueueFullError: see `Engine.add_request`.
             EngineStoppedError: the engine has stopped.
         """
         stream, streams = await self._open(prompt_token_ids, params, options), self._streams
@@ -174,7 +174,7 @@ class AsyncEngine:
     async def embed(
         self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
     ) -> torch.Tensor:
-        """Return embeddings, as `Engine.embed`; a step of requests runs between any two forwards of all calls.
+        """Return embeddings, see `Engine.embed`; a step of requests runs between any two embedding forwards.
 
         Raises:
             QueueFullError: another call runs, and `EngineConfig.max_waiting` prompts wait for it.
@@ -184,7 +184,7 @@ class AsyncEngine:
 
         def finish() -> None:
             steps.close()
-            self._publish(self.engine.drain())  # outputs of requests that it has preempted
+            self._publish(self.engine.drain())  # `embed` may have read tokens of requests, to preempt them
 
         async with self._embeddings.held(len(ids), self.engine.config.max_waiting):
             try:
@@ -218,11 +218,11 @@ class AsyncEngine:
         return output is not None
 
     async def load_lora(self, name: str, path: str | Path) -> None:
-        """Load an adapter between two steps while requests run, as `Engine.load_lora`."""
+        """Load an adapter between two steps while requests run, see `Engine.load_lora`."""
         await self._call(self.engine.load_lora, name, path)
 
     async def unload_lora(self, name: str) -> None:
-        """Unload an adapter between two steps while other requests run, as `Engine.unload_lora`."""
+        """Unload an adapter between two steps while other requests run, see `Engine.unload_lora`."""
         await self._call(self.engine.unload_lora, name)
 
     async def list_loras(self) -> tuple[str, ...]:
@@ -230,15 +230,15 @@ class AsyncEngine:
         return await self._call(self.engine.list_loras)
 
     async def update_weights(self, source: Any, *, check_finite: bool = False) -> None:
-        """Replace the model's weights between two steps while requests run, as `Engine.update_weights`."""
+        """Replace the model's weights between two steps while requests run, see `Engine.update_weights`."""
         await self._call(self.engine.update_weights, source, check_finite=check_finite)
 
     async def sleep(self, level: int = 1) -> None:
-        """Give back the device memory of weights and KV cache, as `Engine.sleep`."""
+        """Free the device memory of weights and KV cache, see `Engine.sleep`."""
         await self._call(self.engine.sleep, level)
 
     async def wake(self) -> None:
-        """Take the memory again, as `Engine.wake`."""
+        """Allocate the memory again, see `Engine.wake`."""
         await self._call(self.engine.wake)
 
     async def status(self) -> EngineStatus:
@@ -246,48 +246,48 @@ class AsyncEngine:
         return await self._call(self.engine.status)
 
     async def prometheus_text(self) -> str:
-        """Return the metrics and the status as a page for Prometheus, see `prometheus_text`."""
+        """Return metrics and status in Prometheus' text format, see `prometheus_text`."""
         return await self._call(lambda: prometheus_text(self.engine.metrics, self.engine.status()))
 
     async def pause(self) -> None:
-        """Stop running steps until `resume`; returns when the current step has ended, with the executor idle.
+        """Stop running steps until `resume`; return when the current step has ended and the executor is idle.
 
-        Requests are accepted and wait, and can be aborted; their timeouts take effect when steps run again.
+        Requests are accepted, wait, and can be aborted. Their timeouts take effect when steps run again.
         """
         self._check_accepting()
         self._check_loop()
         was_paused, self._is_paused = self._is_paused, True
         try:
             await self._call(lambda: self._publish(self.engine.drain()))
-        except asyncio.CancelledError:  # the caller does not know that it paused
+        except asyncio.CancelledError:  # the caller cannot know that the engine has paused
             if not was_paused:
                 await self.resume()
             raise
 
     async def resume(self) -> None:
-        """Run steps again; does nothing if they run."""
+        """Run steps again; do nothing if they run."""
         self._check_accepting()
         self._check_loop()
         self._is_paused = False
         self._worker.submit(self._go_on)
 
     async def shutdown(self, *, drain: bool = False) -> None:
-        """Accept no more requests, end the running ones and stop the worker; a second call does nothing.
+        """Reject new requests, end the running requests and stop the worker; a second call does nothing.
 
-        The executor stays with its owner.
+        The executor is not shut down; it belongs to its owner.
 
         Args:
-            drain: whether requests run to their ends first, which resumes a paused engine. Otherwise they are aborted,
-                and their streams raise EngineStoppedError after their last output.
+            drain: whether to run requests to their ends first, which resumes a paused engine. Otherwise they are
+                aborted, and their streams raise EngineStoppedError after their last output.
         """
         if self._is_stopped:
             return
         self._check_loop()
         self._is_accepting = self._is_paused = False
-        await self._call(self._go_on)  # after the requests that are being added; no others follow
+        await self._call(self._go_on)  # runs after requests that are being added; new ones are refused
         num_unfinished = self.engine.num_unfinished if drain else 0
         while num_unfinished and not self._is_stopped:
-            num_unfinished = await self._call(self._num_unfinished)  # runs after a step
+            num_unfinished = await self._call(self._num_unfinished)  # runs after the current step
         for output, stream in list(self._streams.items()):
             if not output.finished:
                 stream.wake(EngineStoppedError(f"request {output.request_id!r}: the engine was shut down"))
@@ -297,7 +297,7 @@ class AsyncEngine:
         self._worker.shutdown()
 
     async def _encoded(self, prompt: Prompt) -> Prompt:
-        """Return token ids for a text or messages; a chat template may take seconds."""
+        """Return token ids of a text or messages, encoded in a thread, because a chat template may take seconds."""
         self._check_accepting()
         self._check_loop()
         if not is_text(prompt):
@@ -307,9 +307,9 @@ class AsyncEngine:
     async def _open(
         self, prompt_token_ids: Prompt, params: SamplingParams | None, options: Mapping[str, Any]
     ) -> _Stream:
-        """Add a request; if the caller is cancelled meanwhile, remove it again."""
+        """Add a request; remove it again if the caller is cancelled meanwhile."""
 
-        def add() -> _Stream:  # before the next step, whose output may be the last
+        def add() -> _Stream:  # registers the stream before the next step, which may finish the request
             self._check_accepting()
             output = self.engine.add_request(prompt, params, **options)
             try:
@@ -346,7 +346,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._worker.submit(lambda: for_future(method, *args, **kwargs)))
 
     def _check_loop(self) -> None:
-        """Refuse another event loop while the former one is open; abort the streams of one that is closed."""
+        """Refuse another event loop while the former one is open; abort the streams of a closed loop."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed():
@@ -354,7 +354,7 @@ class AsyncEngine:
             old_streams, self._streams = self._streams, {}
             self._loop, self._embeddings = loop, _EmbeddingLine()
             if not self._is_stopped:
-                self._worker.submit(self._discard, old_streams)  # after requests that are still being added to them
+                self._worker.submit(self._discard, old_streams)  # after requests that are being added
 
     def _check_accepting(self) -> None:
         if not self._is_accepting:
@@ -372,7 +372,7 @@ class AsyncEngine:
             self.engine.discard(output)
 
     def _go_on(self) -> None:
-        """Queue a step, behind the calls that wait, if there is something to run and none is queued."""
+        """Queue a step behind waiting calls, if there are requests and no step is queued."""
         if self.engine.num_unfinished and not (self._is_queued or self._is_paused):
             self._is_queued = True
             self._worker.submit(self._step)
@@ -383,17 +383,17 @@ class AsyncEngine:
         if not self._is_paused:
             try:
                 outputs = self.engine.step()
-            except BaseException as error:  # nothing can run any more, and every request has ended
+            except BaseException as error:  # the executor cannot run, and every request has ended
                 self._publish(())
                 self._tell(list(self._streams.values()), error)
             self._go_on()
         self._publish(outputs)
 
     def _publish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Give the readers of these requests their state at this moment, and wake those that wait, each once.
+        """Give the readers of these requests the current state, and wake sleeping readers, once each.
 
-        Readers that have not taken their former state get one after a later step, or now if no step is queued: a state
-        costs the worker 1 us, and 256 readers take a state every fourth step of 1 ms.
+        A reader that has not taken its former state gets a new one only after a later step, or now if no step is
+        queued, because making a state costs the worker 1 us.
         """
         changed = self._behind.union(outputs)
         self._behind.clear()
@@ -412,7 +412,7 @@ class AsyncEngine:
         self._tell(streams)
 
     def _tell(self, streams: Sequence[_Stream], error: BaseException | None = None) -> None:
-        """Wake readers, all in one turn of their event loop; if it is closed, abort their requests."""
+        """Wake readers in one callback of their event loop; if the loop is closed, abort their requests."""
         if not streams or self._loop is None:
             return
         try:
@@ -422,10 +422,10 @@ class AsyncEngine:
 
 
 def _wake(streams: Sequence[_Stream], error: BaseException | None) -> None:
-    """Wake a few readers, then the others behind them.
+    """Wake a few readers, then schedule the others.
 
-    In between the worker may take the interpreter's lock. It otherwise waits 5 ms for the lock
-    (`sys.getswitchinterval`) while hundreds of readers run.
+    In between, the worker can take the interpreter's lock. Otherwise it would wait for `sys.getswitchinterval` (5 ms)
+    while hundreds of readers run.
     """
     if len(streams) > _WOKEN_AT_ONCE:
         asyncio.get_running_loop().call_soon(_wake_next, streams[_WOKEN_AT_ONCE:], error)

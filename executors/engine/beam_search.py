@@ -1,4 +1,4 @@
-"""Beam search: the most probable continuations of a prompt, over forks of its sequence in the cache."""
+"""Beam search for the most probable continuations of a prompt, on forks of its sequence in the cache."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import OutOfBlocksError, PagedError
 from paged.executors.engine.core import EngineCore
 from paged.executors.unified_executor import Answers
+from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 
 
 class BeamOutput(NamedTuple):
-    """A continuation that beam search has found.
+    """A continuation found by beam search.
 
     Attributes:
         token_ids: new token ids, an end token included.
-        score: the sum of their log probabilities, divided by their number to the power of length_penalty.
+        score: sum of log probabilities, divided by the number of tokens to the power of length_penalty.
         text: text of token_ids without the end token; empty if the engine has no tokenizer.
     """
 
@@ -39,7 +39,7 @@ def search_beams(
     length_penalty: float,
     end_token_ids: Collection[int],
 ) -> list[BeamOutput]:
-    """Return the best `width` continuations, best first, without their texts; see `Engine.beam_search`."""
+    """Return the best `width` continuations, best first, without texts; see `Engine.beam_search`."""
     sequences = _Sequences(core, manager)
     beams = [_Beam([], 0.0, 0)]
     done: list[BeamOutput] = []
@@ -53,7 +53,7 @@ def search_beams(
             done = sorted(done, key=lambda beam: -beam.score)[:width]
             if not beams:
                 break
-            # Sums only fall; a positive penalty divides them by the length that they may come to.
+            # Upper bound for open beams: sums only fall, and a positive penalty divides by at most the final length.
             longest = max_tokens if length_penalty > 0 else length
             highest_score = beams[0].total / longest**length_penalty
             if len(done) == width and highest_score <= done[-1].score:
@@ -69,8 +69,7 @@ def search_beams(
 
 
 class _Beam(NamedTuple):
-    """A continuation that goes on or ends. total: the sum of its log probabilities. parent: index of the beam that it
-    extends."""
+    """A continuation, open or ended. total: sum of log probabilities. parent: index of the beam that it extends."""
 
     token_ids: list[int]
     total: float
@@ -78,7 +77,7 @@ class _Beam(NamedTuple):
 
 
 class _Sequences:
-    """The beams' sequences in the cache, in the beams' order."""
+    """Sequences of the beams in the cache, in the order of the beams."""
 
     def __init__(self, core: EngineCore, manager: PagedKvCacheManager) -> None:
         self._core, self._manager = core, manager
@@ -87,7 +86,7 @@ class _Sequences:
         self.seq_ids = [f"{self._name}/0"]
 
     def follow(self, parents: Sequence[int]) -> None:
-        """Keep a sequence for each parent's index: a fork where an earlier beam has taken it, none if nobody does."""
+        """Give each beam its parent's sequence, or a fork if another beam has it; release sequences without a child."""
         places: list[int] = []
         for parent in parents:
             place = parent
@@ -116,7 +115,7 @@ class _Sequences:
 def _totals(beams: Sequence[_Beam], answers: Answers, length: int) -> torch.Tensor:
     """Return the sum of log probabilities of every beam with every token, [num_beams, vocab_size]."""
     logits = torch.stack([row for row in answers if row is not None])
-    # As in sampling, NaN is no token to choose.
+    # A token whose logit is NaN is never chosen, as in sampling.
     logprobs = logits.masked_fill(logits.isnan(), -torch.inf).log_softmax(-1)
     if not logprobs.isfinite().any(1).all():
         raise PagedError(f"beam_search: the logits left no token to choose as number {length}")
@@ -126,8 +125,8 @@ def _totals(beams: Sequence[_Beam], answers: Answers, length: int) -> torch.Tens
 def _extended(
     beams: Sequence[_Beam], totals: torch.Tensor, width: int, end_token_ids: Collection[int], *, is_last: bool
 ) -> tuple[list[_Beam], list[_Beam]]:
-    """Return the best `width` beams of one token more that go on, and those that end among the best `width` of all."""
-    # Even if every beam's best tokens are end tokens, `width` others are among these.
+    """Extend by one token: return the best `width` open beams, and the ended beams among the best `width` of all."""
+    # Enough candidates for `width` open beams, even if every beam's best tokens are end tokens.
     num_best = min((1 + max(len(end_token_ids), 1)) * width, totals.numel())
     best = totals.flatten().topk(num_best)
     alive: list[_Beam] = []
@@ -146,7 +145,7 @@ def _extended(
 
 
 def _run_prompt(core: EngineCore, seq_id: str, prompt: Sequence[int]) -> Answers:
-    """Run a prompt in chunks, smaller ones where blocks run out; return the answers of the last."""
+    """Run a prompt in chunks, smaller if blocks run out; return the answers of the last chunk."""
     answers: Answers = []
     start, size = 0, core.config.token_budget
     while start < len(prompt):

@@ -1,4 +1,4 @@
-"""Capacity of the KV cache for the scheduler: in blocks if the executor has a cache manager, else in tokens."""
+"""KV cache capacity for the scheduler."""
 
 from __future__ import annotations
 
@@ -7,66 +7,76 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
-import torch
-
-from paged.batch import UnifiedBatch
+from paged.cache.kinds.state import SCAN_CHUNK
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.manager import PagedKvCacheManager
-from paged.cache.recurrent_states import SCAN_CHUNK
 from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError, OutOfBlocksError
-from paged.executors.engine.batch import captured_of
+from paged.executors.engine.step import EngineStep
+from paged.executors.foreign import ForeignCache, ForeignExecutor
 from paged.executors.isolation import attempt
-from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import Completion, State
 from paged.executors.unified_executor import UnifiedExecutor
-from paged.forward_step import prepare
+from paged.step.batch_step import reserve_items
 
 _LOG = logging.getLogger("paged")
 
 
 class BlockSpace:
-    """Sequences in a `PagedKvCacheManager`: prefix caching, forks and swap; see `EngineConfig.admission_tokens`."""
+    """Capacity in a `PagedKvCacheManager`, with prefix caching, forks and swap; see `EngineConfig.admission_tokens`.
 
-    can_fork = True
+    A `ForeignCache` has no blocks that run out. Each sequence then counts with its maximum length against the
+    executor's capacity, so none is ever preempted.
+    """
 
     def __init__(
         self,
-        executor: ModelExecutor,
-        manager: PagedKvCacheManager,
+        executor: UnifiedExecutor | ForeignExecutor,
         admission_tokens: int | None,
         *,
         runs_fixed_chunks: bool = False,
     ) -> None:
-        """runs_fixed_chunks: whether steps are those of `EngineConfig.batch_invariant`."""
-        self._executor = executor
+        """runs_fixed_chunks: `EngineConfig.batch_invariant`."""
+        self.executor = executor
+        manager = executor.sequences
         self.manager = manager
+        self.can_fork = not isinstance(manager, ForeignCache)
         self._admission_tokens = admission_tokens
         self._runs_fixed_chunks = runs_fixed_chunks
-        # Other executors check and reserve by themselves.
-        self._takes_prepared = isinstance(executor, UnifiedExecutor)
-        has_invariant_rows = executor.capabilities().has_invariant_rows
-        self.is_invariant = runs_fixed_chunks and self._takes_prepared and has_invariant_rows
-        self.takes_rows = self._takes_prepared
+        capabilities = executor.capabilities()
+        self._has_invariant_rows = runs_fixed_chunks and capabilities.has_invariant_rows
         self.device = executor.info().device
-        self._has_draft_head = executor.capabilities().has_draft_head
+        self._has_draft_head = capabilities.has_draft_head
         self._growth = 0
         recurrent = manager.config.recurrent
-        # In a step each sequence may read one slot of states and write another.
+        # In a step, each sequence may read one state slot and write another.
         self._max_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
-        self._num_sequences = 0
+        self._max_tokens = sys.maxsize
+        if not self.can_fork:
+            self._max_sequences = capabilities.max_batch_size or sys.maxsize
+            self._max_tokens = executor.kv_capacity() or sys.maxsize
+        self._num_sequences = self._num_tokens = 0
         self.publish_every = _publish_every(manager.config)
 
     @property
     def free_blocks(self) -> str:
-        """Return how many blocks are free, in words."""
+        """Number of free blocks, as text."""
         stats = self.manager.stats()
         return f"{stats.free_blocks} of {stats.num_blocks}"
 
-    def runs_apart(self, completions: Sequence[Completion]) -> bool:
-        """Return whether each must be a forward of its own, so that its bits do not depend on the others.
+    @property
+    def _is_ours(self) -> bool:
+        """Whether steps run as they are; executors of others, and functions in place of ours, publish by themselves."""
+        return isinstance(self.executor, UnifiedExecutor) and not self.executor.is_replaced
 
-        Embeddings, adapters and captured states have kernels, masks and rows of their own for all of a forward.
+    @property
+    def is_invariant(self) -> bool:
+        """Whether steps are invariant, see `Step.is_invariant`."""
+        return self._has_invariant_rows and self._is_ours
+
+    def runs_apart(self, completions: Sequence[Completion]) -> bool:
+        """Return whether each completion needs its own forward, so that its bits do not depend on the others.
+
+        Embeddings, adapters and captured states change kernels, masks and rows of the whole forward.
         """
         if not self.is_invariant:
             return True
@@ -77,36 +87,38 @@ class BlockSpace:
         return False
 
     def begin(self, running: Sequence[Completion]) -> None:
-        """Count the blocks that running sequences may still take, once for all that are admitted beside them."""
+        """Count the blocks that running sequences may still take, once before a series of admissions."""
         self._growth = sum(map(self._growth_of, running))
         self._num_sequences = sum(completion.num_sequences for completion in running)
+        self._num_tokens = sum(completion.longest for completion in running)
 
     def is_reading(self, completion: Completion, wait_s: float) -> bool:
-        """Return whether blocks that a waiting completion begins with are still to come from files, after `wait_s`."""
+        """Return whether a waiting completion still waits for blocks from files, after up to `wait_s`."""
         if self.manager.files is None or completion.is_swapped:
             return False
         if completion.from_files is None:
-            # Without a read, admission meets the same error, and refuses the completion.
+            # If this fails, admission meets the same error and refuses the completion.
             completion.from_files = attempt(partial(_LOG.warning, "no files: %s"), self._read_files, completion)
         return completion.from_files is not None and not completion.from_files.wait(wait_s)
 
     def admit(self, completion: Completion, *, is_alone: bool) -> bool:
         """Allocate the blocks of a waiting completion; return False if blocks or state slots are too few.
 
-        After an error it holds what it held before. If it is alone, it starts even if the cache has no blocks for its
-        growth.
+        After an error it holds the same blocks as before. If it is alone, it starts even if the cache lacks blocks for
+        its growth.
         """
         was_swapped = completion.is_swapped
         num_sequences = self._num_sequences + completion.num_sequences
-        if num_sequences > self._max_sequences and not is_alone:
+        num_tokens = self._num_tokens + completion.longest
+        if (num_sequences > self._max_sequences or num_tokens > self._max_tokens) and not is_alone:
             return False
         try:
             if was_swapped:
                 if not is_alone and self._growth >= self.manager.stats().free_blocks:
                     return False
-                # Nothing may raise once it is swapped in. A swap changes neither its length nor its capacity.
+                # Computed before the swap, after which nothing may raise. A swap changes neither length nor capacity.
                 growth = self._growth + self._growth_of(completion)
-                # It then stays: to swap it out again costs more than to preempt another.
+                # A swapped-in completion stays, because swapping it out again costs more than preempting another.
                 self._take_blocks(completion)
             else:
                 self._take_blocks(completion)
@@ -120,14 +132,14 @@ class BlockSpace:
             if not was_swapped:
                 self._drop(completion)
             raise
-        self._growth, self._num_sequences = growth, num_sequences
+        self._growth, self._num_sequences, self._num_tokens = growth, num_sequences, num_tokens
         completion.from_files = None
         return True
 
     def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
         """Return how many of the next `count` prompt tokens to run; see `PagedKvCacheManager.chunk_end`.
 
-        max_chunk: prompt tokens that this step could run of one completion, 0 if nothing else runs.
+        max_chunk: largest number of prompt tokens of one completion in this step, 0 if nothing else runs.
         """
         assert completion.handle is not None
         limit, total = completion.cached + count, len(completion.tokens)
@@ -135,52 +147,52 @@ class BlockSpace:
         end = self.manager.chunk_end(completion.handle, limit, total, may_leave_grid=may_leave_grid)
         return end - completion.cached
 
-    def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
-        """Return how many of the next `count` prompt tokens have free blocks beside the planned tokens of others."""
+    def fitting(self, completion: Completion, count: int, scheduled: Iterable[tuple[Completion, int]]) -> int:
+        """Return how many of the next `count` prompt tokens have free blocks besides the scheduled tokens of others."""
         assert completion.handle is not None
-        planned_handles = []
-        for other, num_tokens in planned:
+        scheduled_handles = []
+        for other, num_tokens in scheduled:
             if other.handle is not None:
-                planned_handles.append((other.handle, num_tokens))
-        return self.manager.fitting_tokens(completion.handle, count, planned_handles)
+                scheduled_handles.append((other.handle, num_tokens))
+        return self.manager.fitting_tokens(completion.handle, count, scheduled_handles)
 
-    def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
-        """Return the batch of what completions run next, with its capacity.
-
-        device_ids: int64 [n], the tokens of the first n.
+    def reserve(self, step: EngineStep) -> None:
+        """Reserve the capacity of a step whose sequences and tokens are set from chunks.
 
         Raises:
             OutOfBlocksError: the cache has too few free blocks.
         """
-        batch = _batch_of(completions, device_ids)
-        if self._takes_prepared:
-            prepare(self.manager, batch)
-            if self._runs_fixed_chunks:
-                assert batch.prepared is not None
-                batch.prepared.is_invariant = self.is_invariant
-                published: list[Sequence[int] | None] = []
-                for completion in completions:
-                    published.append(completion.chunk if completion.has_full_chunk else None)
-                batch.prepared.published = published
-            return batch
-        handles = [handle for handle in batch.columns.kv_caches if handle is not None]
-        reservation, _ = self.manager.reserve_step(handles, batch.columns.counts)
-        reservation.leave()  # the capacity stays for the executor's own reservation
-        return batch
+        if self._runs_fixed_chunks:
+            published: list[Sequence[int] | None] = []
+            for completion in step.completions:
+                published.append(completion.chunk if completion.has_full_chunk else None)
+            step.published = published
+        reserve_items(self.manager, step)
+
+    def recover(self, completion: Completion) -> None:
+        """Begin a sequence again if a model of others has lost it; all its tokens join the chunk."""
+        handle = completion.handle
+        if isinstance(self.manager, ForeignCache) and handle is not None and not handle.is_valid:
+            completion.start_over(self.manager.allocate(completion.seq_id))
+
+    def truncate(self, completion: Completion) -> None:
+        """Roll a completion's sequence back to the tokens that count, after drafts were rejected."""
+        assert completion.handle is not None
+        self.executor.truncate_kv(completion.handle, completion.cached)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Let waits for files depend on the time that a step took for prompt tokens."""
+        """Adapt the wait for files to the measured time of a step with prompt tokens."""
         if self.manager.files is not None:
             self.manager.files.observe_prefill(num_tokens, seconds)
 
     def release(self, completion: Completion) -> None:
-        """Free what a completion holds, if anything, through the executor, which may hold more for it."""
-        # Look it up by id: an interrupt may have come before the completion got its handle.
+        """Free a completion's cache, if any, through the executor, which may hold further state for it."""
+        # Look up by id, because an interrupt may have come before the completion stored its handle.
         if self.manager.get_handle(completion.seq_id) is not None:
-            self._executor.release_cache(completion.seq_id)
+            self.executor.release_cache(completion.seq_id)
 
     def publish(self, completions: Iterable[Completion]) -> None:
-        """Publish the blocks that decodes have filled in the prefix cache. After an error they stay unpublished."""
+        """Publish the blocks that decodes have filled in the prefix cache. After an error, they stay unpublished."""
         config = self.manager.config
         if not config.enable_prefix_cache or self._runs_fixed_chunks:
             return
@@ -196,7 +208,7 @@ class BlockSpace:
             attempt(partial(_LOG.warning, "blocks were not published: %s"), self.manager.append_tokens, known)
 
     def swap_out(self, completion: Completion) -> bool:
-        """Swap out the completion's own blocks; False if the host has too few."""
+        """Swap out the blocks that only this completion holds; return False if the host has too few blocks."""
         assert completion.handle is not None
         try:
             self.manager.swap_out(completion.handle)
@@ -205,12 +217,12 @@ class BlockSpace:
         return True
 
     def fork(self, source: Completion, target: Completion) -> None:
-        """Let `target` begin with the blocks of `source`."""
+        """Start `target` with the blocks of `source`."""
         assert source.handle is not None
         target.hold(self.manager.fork(source.handle, target.seq_id))
 
     def _drop(self, completion: Completion) -> None:
-        """Free what a waiting completion has taken."""
+        """Free the blocks that a waiting completion has taken."""
         self.release(completion)
         completion.hold(None)
 
@@ -233,13 +245,13 @@ class BlockSpace:
             if self._runs_fixed_chunks:
                 num_usable = completion.full_chunks(num_usable)
             elif self._has_draft_head and num_usable and self.manager.config.recurrent is None:
-                # The head needs the hidden state of the token before the first that runs: that token runs again.
-                # With recurrent layers there is no state before it, and the head sees 0 once.
+                # The head needs the hidden state of the token before the first new one, so run one cached token again.
+                # Recurrent layers keep no state there; the head then sees zeros once.
                 num_usable -= 1
             if num_usable < handle.num_tokens:
                 try:
                     self.manager.truncate(handle, num_usable)
-                except InvalidInputError:  # that token's window reaches back to a block that the prefix lacks
+                except InvalidInputError:  # the repeated token's window needs a block that the prefix lacks
                     self.manager.free(handle)
                     handle = self.manager.allocate(completion.seq_id, num_tokens, namespace=namespace)
             completion.hold(handle)
@@ -254,12 +266,14 @@ class BlockSpace:
         return self.manager.read_files(ids, namespace=self._namespace_of(completion))
 
     def _ids_to_match(self, completion: Completion) -> Sequence[int] | None:
-        """Return the ids by which the cache knows a completion's tokens; None if all of them have to run."""
+        """Return the ids to look a completion's prefix up by; None if all its tokens have to run."""
         request = completion.request
         if completion.wants_prompt_rows or completion.states is not None:
             return None  # a cached prefix has no logits, hidden states or experts
-        if self._runs_fixed_chunks and (request.embeds is not None or not self._takes_prepared):
-            return None  # embeddings have masks, which other kernels compute; other executors publish all that they run
+        if self._runs_fixed_chunks and (request.embeds is not None or not self._is_ours):
+            # The bits of a cached block could differ. Masks of embeddings need other kernels, and executors of other
+            # kinds also publish blocks that were not computed in fixed chunks.
+            return None
         if request.embeds is None:
             return completion.tokens
         return request.embeds.ids(completion.tokens, 0)
@@ -268,11 +282,11 @@ class BlockSpace:
         request = completion.request
         if not self._runs_fixed_chunks:
             return request.namespace
-        # Steps of other kinds publish blocks with other bits.
+        # Fixed chunks get their own namespace, because other steps publish blocks with different bits.
         return (request.adapter, request.cache_salt, "fixed chunks", int(self.is_invariant))
 
     def _growth_of(self, completion: Completion) -> int:
-        """Return the number of blocks that a completion lacks for the tokens that the admission policy counts."""
+        """Return how many blocks a completion lacks for the growth that the admission policy counts."""
         handle, target = completion.handle, completion.longest
         assert handle is not None
         if self._admission_tokens is not None:
@@ -280,85 +294,14 @@ class BlockSpace:
         return self.manager.config.blocks_to_grow(handle.num_tokens, handle.capacity, target)
 
 
-class TokenSpace:
-    """Capacity without a cache manager; each sequence counts at its longest, so none must be preempted."""
-
-    manager = None
-    can_fork = takes_rows = is_invariant = False
-    free_blocks = "an unknown number"
-    publish_every = sys.maxsize
-
-    def __init__(self, executor: ModelExecutor) -> None:
-        self._executor = executor
-        self.device = executor.info().device
-        self._capacity = executor.kv_capacity()
-        self._max_sequences = executor.capabilities().max_batch_size
-        self._tokens = self._sequences = 0
-
-    def runs_apart(self, completions: Sequence[Completion]) -> bool:
-        return True
-
-    def is_reading(self, completion: Completion, wait_s: float) -> bool:
-        return False
-
-    def begin(self, running: Sequence[Completion]) -> None:
-        self._tokens = sum(completion.longest for completion in running)
-        self._sequences = len(running)
-
-    def admit(self, completion: Completion, *, is_alone: bool) -> bool:
-        tokens, sequences = self._tokens + completion.longest, self._sequences + 1
-        if self._capacity is not None and tokens > self._capacity:
-            return False
-        if self._max_sequences is not None and sequences > self._max_sequences:
-            return False
-        self._tokens, self._sequences = tokens, sequences
-        completion.hold(None)
-        return True
-
-    def chunk(self, completion: Completion, count: int, *, max_chunk: int) -> int:
-        return count
-
-    def fitting(self, completion: Completion, count: int, planned: Iterable[tuple[Completion, int]]) -> int:
-        return count
-
-    def reserve(self, completions: list[Completion], device_ids: torch.Tensor | None = None) -> UnifiedBatch:
-        return _batch_of(completions, device_ids)
-
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        pass
-
-    def release(self, completion: Completion) -> None:
-        if completion.prefilled or completion.handle is not None:
-            cache_id = completion.seq_id
-            if completion.handle is not None:
-                cache_id = completion.handle.cache_id
-            self._executor.release_cache(cache_id)
-            completion.handle = None
-            completion.prefilled = 0
-
-    def publish(self, completions: Iterable[Completion]) -> None:
-        pass
-
-    def swap_out(self, completion: Completion) -> bool:
-        return False
-
-    def fork(self, source: Completion, target: Completion) -> None:
-        raise AssertionError("forked in a space that cannot fork")
-
-
 def _publish_every(config: PagedKvCacheConfig) -> int:
-    """Return after how many steps the blocks that decodes have filled are published.
+    """Return the interval in steps at which blocks filled by decodes are published.
 
-    In as many steps as a block has tokens, each sequence fills one, and all are published in one call. Of 64 sequences
-    that takes 16 us a step; four blocks in every step take 94. Recurrent layers keep their states at once, and a small
-    window frees a block soon after it is full.
+    Once per `block_size` steps, one call publishes a block of every sequence, which is faster than a few blocks in
+    every step, see limits.md. Recurrent layers need it in every step to keep their states, and a small window because
+    it frees blocks soon after they are full.
     """
     for table in config.tables:
-        if table.sliding_window is not None and table.sliding_window < 2 * config.block_size:
+        if table.most_seen is not None and table.most_seen < 2 * config.block_size:
             return 1
     return 1 if config.recurrent is not None else config.block_size
-
-
-def _batch_of(completions: list[Completion], device_ids: torch.Tensor | None) -> UnifiedBatch:
-    items = [completion.item() for completion in completions]
-    return UnifiedBatch(items, device_ids, is_stacked=True, captured=captured_of(completions))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paged.errors import InvalidInputError, PagedError
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.kernels.core.errors import as_bool, as_float, as_int, shown
 
 
 class QueueFullError(PagedError):
-    """`EngineConfig.max_waiting` completions wait already; nothing was queued."""
+    """The queue already has `EngineConfig.max_waiting` completions; the request was not queued."""
 
 
 @dataclass(frozen=True)
@@ -19,35 +19,38 @@ class EngineConfig:
     """Policy of an engine.
 
     Attributes:
-        token_budget: tokens of a step. Decodes come first, prompt chunks take the rest, as far as blocks are free.
-        chunk_size: tokens of one prompt in a step; None for the rest of the budget.
-        max_num_seqs: sequences that hold cache at the same time. A request with more completions runs alone.
-        max_waiting: completions in the queue, preempted ones included, before `add_request` raises QueueFullError; also
-            prompts that wait in `AsyncEngine.embed`. None for no limit.
-        preemption: if the cache is full, "recompute" frees K/V and computes them again later; "swap" moves them to host
-            memory if they fit. The sequence that ranks last is preempted, see priority_requests.
-        admission_tokens: a prompt starts if the cache can hold it and this many more tokens of it and of every running
-            sequence. None for as many as they may generate, which makes preemption rare.
-        priority_requests: a priority higher by one counts like an arrival this many requests earlier, so none waits
-            forever.
+        token_budget: maximum number of tokens in a step. Decodes come first; prompt chunks take the remaining tokens if
+            blocks are free.
+        chunk_size: maximum number of tokens of one prompt in a step; None for the remaining budget.
+        max_num_seqs: maximum number of sequences that hold cache at the same time. A request with more completions runs
+            alone.
+        max_waiting: maximum number of completions in the queue, preempted ones included; beyond it, `add_request`
+            raises QueueFullError. It also limits the prompts that wait in `AsyncEngine.embed`. None for no limit.
+        preemption: what to do if the cache is full: "recompute" frees K/V and computes them again later; "swap" moves
+            them to host memory if they fit. The sequence whose turn is last is preempted, see priority_requests.
+        admission_tokens: a prompt starts if the cache can hold it and this many further tokens of it and of every
+            running sequence. None for all tokens that they may generate, which makes preemption rare.
+        priority_requests: one more unit of priority counts like an arrival this many requests earlier, so no request
+            waits forever.
         decode_stretch: while sequences decode, prompt chunks are cut so that a step takes at most this many times as
-            long as one without prompts, by measured times. None cuts by the budget alone.
-        overlap: whether the next step is launched before the tokens of the last one are read, so that the device never
-            waits for the host. None does so on GPUs only. Needs `ExecutorCapabilities.supports_device_ids` and a cache
-            manager; without effect beside a proposer, which reads the tokens.
-        logprobs_mode: what `SamplingParams.logprobs` are of: "raw", the model's distribution; or "processed", the one
-            that tokens are drawn from, after penalties, biases, masks, temperature and filters. Prompts' are raw.
+            long as a step without prompts, by measured times. None cuts by the budget alone.
+        overlap: whether the next step is launched before the tokens of the last step are read, so that the device never
+            waits for the host. None enables it on GPUs only. Needs `ExecutorCapabilities.supports_device_ids` and a
+            cache manager. It has no effect with a proposer, which reads the tokens.
+        logprobs_mode: distribution of `SamplingParams.logprobs`: "raw" for the model's distribution, "processed" for
+            the distribution after penalties, biases, masks, temperature and filters, from which tokens are drawn. Log
+            probabilities of prompt tokens are always raw.
         batch_invariant: whether a request's logits, log probabilities and tokens have the same bits whatever runs
-            beside it, in any order, budget or preemption. Sequences then run in fixed chunks: the prompt's pieces of
-            256 tokens, which may exceed the budget, then one token each. If the executor has no invariant rows (see
-            `ExecutorCapabilities`), each is a forward of its own. Only full chunks of prompts are taken from the
-            prefix cache, steps do not overlap, and there is no speculation. On a CPU, `warmup` of its own executor
-            chooses other kernels, for engines made after it; that of others does not.
+            at the same time, in any order, budget or preemption. Sequences then run in fixed chunks: the prompt in
+            pieces of 256 tokens, which may exceed the budget, then single tokens. If the executor has no invariant rows
+            (see `ExecutorCapabilities`), each sequence is a forward of its own. The prefix cache serves only full
+            chunks, steps do not overlap, and there is no speculation. On a CPU, `warmup` of the engine's own executor
+            may choose other kernels for engines made later; `warmup` of another executor does not.
         profiler_ranges: whether a step marks its parts for PyTorch's profiler, and through it for NVTX:
             "paged.schedule", "paged.forward", "paged.sample" and "paged.update".
 
     Raises:
-        InvalidInputError: a value has another type or is out of range.
+        InvalidInputError: a value has the wrong type or is out of range.
     """
 
     token_budget: int = 2048
@@ -64,7 +67,7 @@ class EngineConfig:
     profiler_ranges: bool = False
 
     def __post_init__(self) -> None:
-        """Check every value and convert it to Python's own types."""
+        """Check every value and convert it to Python's types."""
         for name, minimum in _MINIMA.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:

@@ -1,4 +1,4 @@
-"""The engine's step: schedule, run, sample, and give completions their tokens."""
+"""The engine's step: plan, reserve, run, sample, publish, read, advance."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from paged.batch import FullLogits, LogitsPolicy, UnifiedBatch, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
-from paged.executors.engine.batch import Rows, StepBatch, StepOutput
-from paged.executors.engine.cache_space import BlockSpace, TokenSpace
+from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.runner import AnswerRows, CallResults, StepRunner, answer_rows
+from paged.executors.engine.recovery import Recovery
 from paged.executors.engine.scheduler import Scheduler
+from paged.executors.engine.step import AnswerRows, EngineStep, joined
 from paged.executors.engine.unfinished_requests import UnfinishedRequests, measure
-from paged.executors.isolation import attempt, describe, once_more, quietly, raise_exit
+from paged.executors.foreign import ForeignExecutor, WrongResultsError
+from paged.executors.isolation import attempt, describe, once_more, quietly, raise_exit, raise_fatal
 from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.output import RequestOutput
-from paged.executors.requests.request import NO_TOKEN, Completion, State
+from paged.executors.requests.request import Completion, State
 from paged.executors.sampling.logprobs import prompt_logprobs
-from paged.executors.sampling.sampler import Sampled, SampledOnDevice, Sampler
-from paged.executors.speculation.drafting import Drafter, Proposer
-from paged.executors.unified_executor import Answers
+from paged.executors.sampling.sampler import Sampled, Sampler
+from paged.executors.speculation.drafting import Drafter, Proposer, aligned_drafts
+from paged.executors.unified_executor import Answers, UnifiedExecutor
 from paged.seq_id import SeqId
+from paged.step.batch import CapturedStates, FullLogits, LogitsPolicy, UnifiedBatch, VerifyLogits
 
 _LOG = logging.getLogger("paged")
-# Most logits of prompt tokens in a step, for prompt_logprobs. Each takes 12 bytes: in the weights' dtype, in float32
-# and normalised. That is 147 rows of a vocabulary of 152,000.
+# Limit for the logits of prompt tokens in a step (prompt_logprobs). They take at most 256 MiB, see limits.md.
 _PROMPT_LOGITS = (256 << 20) // 12
 
 
 class EngineCore:
-    """The step that runs requests; `Engine` is its public face.
+    """Runs the steps of requests; `Engine` is its public face.
 
-    _requests: those that are unfinished. _in_flight: the step whose tokens are not read yet. _unreported: outputs that
+    _requests: the unfinished requests. _in_flight: the step whose tokens are not read yet. _unreported: outputs that
     changed between steps.
     """
 
@@ -54,16 +54,11 @@ class EngineCore:
         self.config = config
         self.metrics = EngineMetrics()
         self._vocab_size = info.vocab_size
-        if manager is None:
-            self._space: BlockSpace | TokenSpace = TokenSpace(executor)
-        else:
-            if config.preemption == "swap" and not manager.config.num_swap_blocks:
-                raise InvalidInputError(
-                    "preemption: 'swap', but the cache has no num_swap_blocks; expected 'recompute'"
-                )
-            self._space = BlockSpace(
-                executor, manager, config.admission_tokens, runs_fixed_chunks=config.batch_invariant
-            )
+        if manager is not None and config.preemption == "swap" and not manager.config.num_swap_blocks:
+            raise InvalidInputError("preemption: 'swap', but the cache has no num_swap_blocks; expected 'recompute'")
+        step_executor = executor if isinstance(executor, UnifiedExecutor) else ForeignExecutor(executor)
+        self._step_executor = step_executor
+        self._space = BlockSpace(step_executor, config.admission_tokens, runs_fixed_chunks=config.batch_invariant)
         self._sampler = Sampler(info.vocab_size, info.device, has_raw_logprobs=config.logprobs_mode == "raw")
         self._drafter = None if proposer is None else Drafter(proposer, info.vocab_size, manager)
         self._is_unified = is_unified = executor.supports_native_unified_decode()
@@ -78,38 +73,37 @@ class EngineCore:
             decode_cost=decode_cost,
             prompt_rows=max(_PROMPT_LOGITS // info.vocab_size, 1),
         )
-        self._runner = StepRunner(executor, self._space, self._sampler, self.metrics)
         overlaps = config.overlap
         if overlaps is None:
             overlaps = info.device.type == "cuda"
         can_overlap = is_unified and capabilities.supports_device_ids and manager is not None
         self._overlaps = overlaps and can_overlap and proposer is None and not config.batch_invariant
-        self._in_flight: StepOutput | None = None
+        self._in_flight: EngineStep | None = None
         self._unreported: dict[RequestOutput, None] = {}
         self._last_taken = 0.0
         forgetting: list[Callable[[Completion], object]] = [self._sampler.forget]
         if self._drafter is not None:
             forgetting.append(self._drafter.forget)
-        self._requests = UnfinishedRequests(
-            self._scheduler, self.metrics, can_fork=self._space.can_fork, on_finish=forgetting
-        )
+        self._requests = UnfinishedRequests(self._scheduler, self._space, self.metrics, on_finish=forgetting)
         if config.profiler_ranges:
-            _mark_range(self._scheduler, "schedule", "paged.schedule")
-            _mark_range(self._runner, "run", "paged.forward")
-            _mark_range(self, "_sample_step", "paged.sample")
-            _mark_range(self, "_update", "paged.update")
+            _mark_range(self._scheduler, "plan", "paged.schedule")
+            _mark_range(self._scheduler, "reserve", "paged.schedule")
+            _mark_range(self, "_run", "paged.forward")
+            _mark_range(self, "_sample", "paged.sample")
+            _mark_range(self, "_read", "paged.update")
+        self._recovery = Recovery(self._space, self.metrics, self._scheduler.refused)
         self._num_updates = 0
         self._generation = self.generation
-        # Sequences of embedding forwards, which belong to no request; an update of the weights frees them.
+        # Sequences of embedding forwards, which belong to no request. An update of the weights frees them.
         self.own_seq_ids: set[SeqId] = set()
 
     @property
     def generation(self) -> tuple[int, int]:
-        """Grows whenever the weights may have been replaced, by this engine or another caller of the executor."""
+        """Version of the weights; grows when this engine or another caller of the executor may have replaced them."""
         return self.executor.weights_generation, self._num_updates
 
     def _begin_update(self) -> None:
-        """Free everything that holds K/V of the weights; requests compute it again."""
+        """Free all K/V of the old weights; requests compute them again."""
         self._unreported = dict.fromkeys(self.drain())
         self._num_updates += 1
         self._scheduler.preempt_all()
@@ -122,20 +116,20 @@ class EngineCore:
     def step(self) -> list[RequestOutput]:
         """Run one forward over everything that can run; return the requests that gained tokens or ended.
 
-        The list is empty if there are no requests. An error of one completion ends only that one, with finish_reason
-        "error". A tokenizer or an executor that the step calls may add, abort and discard requests; aborted ones end
-        after the step. Under `EngineConfig.overlap` the next forward is under way when this returns.
+        The list is empty if there are no requests. An error of one completion ends only this completion, with
+        finish_reason "error". Tokenizers and executors called by the step may add, abort and discard requests; aborted
+        requests end after the step. Under `EngineConfig.overlap`, the next forward is in progress when this returns.
 
         Raises:
-            ExecutorShutDownError, RankFailedError: nothing can run any more. Every request has ended, so it is raised
-                once.
+            ExecutorShutDownError, RankFailedError: the executor cannot run any more. Every request has ended, so this
+                is raised once.
             UnsupportedError: called within a step.
         """
         return self._run_step(self._step)
 
     def drain(self) -> list[RequestOutput]:
-        """Read the tokens of a forward that is under way, and launch none; return and raise as `step`."""
-        return self._run_step(self._update)
+        """Read the tokens of the forward in progress without launching another; returns and raises like `step`."""
+        return self._run_step(self._read)
 
     def _run_step(self, run: Callable[[], object]) -> list[RequestOutput]:
         requests = self._requests
@@ -145,9 +139,10 @@ class EngineCore:
         try:
             requests.is_stepping = True
             run()
-            requests.is_stepping = False  # here, too: an interrupt may come before the `finally` block
-        except BaseException as error:  # not an error of one request, which would end that request alone
+            requests.is_stepping = False  # also here, because an interrupt may come before the `finally` block
+        except BaseException as error:  # not the error of a single request, which ends only that request
             self._in_flight = None
+            self._scheduler.refused.clear()
             for request in list(requests.by_id.values()):
                 requests.end(request, "error", describe(error))
             raise
@@ -157,71 +152,121 @@ class EngineCore:
         return list(requests.changed)
 
     def run_now(self, batch: UnifiedBatch) -> Answers:
-        """Run a batch that belongs to no request between two steps; if blocks run out, preempt all requests but one."""
+        """Run a batch of no request between two steps; if blocks run out, preempt up to all requests but one."""
         while True:
             try:
                 return self.executor.unified_decode(batch)
             except OutOfBlocksError:
-                self._unreported = dict.fromkeys(self.drain())  # tokens must be known before a preemption
+                # Read the tokens on the device first, because a preempted request may run them again.
+                self._unreported = dict.fromkeys(self.drain())
                 if not self._scheduler.make_room():
                     raise
 
     def _step(self) -> None:
-        """Launch the next forward, then read the tokens of the one before; the first forward is launched before."""
+        """Run one step: plan, reserve, run, sample; then publish, read, advance."""
         self._requests.expire()
-        if self._scheduler.waiting:  # as all do whose prompts have begun before the weights were replaced
+        if self._scheduler.waiting:  # an update of the weights has queued all requests again
             self._begin_prompts_again()
+        if self._overlaps:
+            self._overlap()
+            return
+        self._in_flight = self._launch()
+        if self._in_flight is not None:
+            self._scheduler.publish()  # blocks that decodes have filled, while the device runs
+            self._read()  # tokens; every completion advances by them, or ends
+
+    def _overlap(self) -> None:
+        """Launch the next step, then read the tokens of the last one, which is launched first if there is none."""
         if self._in_flight is None:
             self._in_flight = self._launch()
-        following = None
-        if self._in_flight is not None:
-            if self._overlaps:
-                following = self._launch()
-            else:
-                self._scheduler.publish()
-        self._update()
+        if self._in_flight is None:
+            return
+        following = self._launch(self._in_flight)
+        self._read()
         if following is not None:
+            self.metrics.overlapped_steps += 1
             self._in_flight = following
             self._scheduler.publish()
             if not self._requests:
-                self._update()  # nobody waits for it
+                self._read()  # no request is left, so read the last forward now
+
+    def _launch(self, last: EngineStep | None = None) -> EngineStep | None:
+        """Plan a step, reserve its capacity, run it and sample; return None if nothing ran.
+
+        last: the step before if its tokens are not read yet. Then nothing is preempted, refused or run again.
+        """
+        scheduler, started, is_ahead = self._scheduler, perf_counter(), last is not None
+        step = scheduler.plan(is_ahead=is_ahead)  # which completions run, and how many tokens of each
+        planned = perf_counter()
+        forwards: list[EngineStep] = []
+        while step is not None:
+            try:
+                if scheduler.reserve(step, last):  # capacity for all of its tokens or for none
+                    forwards = self._run(step)
+                    break
+            except BaseException as error:
+                raise_fatal(error)
+                # Each completion runs alone, once.
+                forwards = self._recovery.run_again(step, error, self._run, is_ahead=is_ahead)
+                break
+            step = None if is_ahead else scheduler.shrink(step)  # preempt a completion
+        if step is not None and step.num_prefill_tokens:
+            self._requests.begin(step.chunks, planned)
+        self._requests.fail_all(scheduler.refused)
+        if step is None or not forwards:
+            return None
+        step.started = started
+        self._count(step, forwards)
+        self._sample(step, forwards)  # the tokens stay on the device
+        return step
+
+    def _run(self, step: EngineStep) -> list[EngineStep]:
+        """Run a step with reserved capacity in one forward, and set its answers; return the forwards.
+
+        A step that `runs_apart` has a forward for each completion.
+        """
+        if step.runs_apart:
+            return self._recovery.run_each(step, step.completions, self._run, is_again=False)
+        rows = self._step_executor.run(step)
+        assert isinstance(rows, torch.Tensor)
+        step.answers = rows
+        if step.captured is not None:
+            self._keep_states(step, step.captured)
+        return [step]
+
+    def _keep_states(self, step: EngineStep, captured: CapturedStates) -> None:
+        """Give completions that ask for states the states of their tokens; who gets none fails."""
+        end = 0
+        for completion in step.completions:
+            begin = end
+            end += len(completion.chunk)
+            if completion.states is not None:
+                fail = partial(self._requests.fail, completion)
+                attempt(fail, once_more, self._keep_states_of, completion, captured, begin, end)
+
+    def _keep_states_of(self, completion: Completion, captured: CapturedStates, begin: int, end: int) -> None:
+        assert completion.states is not None
+        assert captured.hidden_states is not None
+        rows = {"hidden_states": captured.hidden_states[begin:end].to(torch.float32, copy=True)}
+        if captured.routed_experts is not None:
+            rows["routed_experts"] = captured.routed_experts[begin:end].clone()
+        completion.states.add(completion.chunk_start, rows, self._step_executor.weights_generation)
 
     def _begin_prompts_again(self) -> None:
-        """Drop the prompts' log probabilities if the weights have been replaced since the last call."""
+        """Drop the log probabilities of prompts if the weights have been replaced since the last call."""
         generation = self.generation
         if self._generation != generation:
             self._generation = generation
             for request in self._requests.by_id.values():
                 request.begin_prompt_again()
 
-    def _launch(self) -> StepOutput | None:
-        """Launch the next step's forward and its sampling; return None if nothing can run."""
-        started = perf_counter()
-        step = self._scheduler.schedule(self._in_flight)
-        if self._scheduler.refused:
-            self._requests.fail_all(self._scheduler.refused)
-        if step is None:
-            return None
-        if step.chunks:
-            self._requests.begin(step.chunks, perf_counter())
-        calls = self._runner.run(step)
-        if self._runner.failed:
-            self._requests.fail_all(self._runner.failed)
-        if not calls:
-            return None
-        self.metrics.overlapped_steps += step.is_ahead
-        output = StepOutput(step, started)
-        self._count(step, calls)
-        self._sample_step(calls, output)
-        return output
-
-    def _count(self, step: StepBatch, calls: Sequence[CallResults]) -> None:
-        num_rows = sum(len(completions) for completions, _ in calls)
+    def _count(self, step: EngineStep, ran: Sequence[EngineStep]) -> None:
+        num_rows = sum(len(forward.completions) for forward in ran)
         prefill_tokens = 0
         if step.num_prefill_tokens or step.drafts is not None:
             num_rows = 0
-            for completions, _ in calls:
-                for completion in completions:
+            for forward in ran:
+                for completion in forward.completions:
                     num_rows += len(completion.chunk)
                     if completion.state is State.PREFILL:
                         prefill_tokens += len(completion.chunk)
@@ -236,7 +281,7 @@ class EngineCore:
         """Let the executor choose the tokens of a step if it supports the sampling parameters of all completions."""
         final = [completion for completion in completions if completion.is_final]
         for completion in final:
-            # The other completions of a request start from the prompt's logits.
+            # All completions of a request sample from the prompt's logits.
             if completion.request.params.n > 1 or completion.wants_prompt_rows:
                 return
         draws = self._sampler.draws(final)
@@ -244,24 +289,69 @@ class EngineCore:
         for completion, policy in zip(final, policies, strict=True):
             completion.policy = policy
 
-    def _sample_step(self, calls: Sequence[CallResults], output: StepOutput) -> None:
-        """Sample for all completions whose answers have come."""
-        completions, answers = calls[0]
-        if len(calls) == 1 and not output.step.chunks and isinstance(answers, torch.Tensor):
-            self._sample(completions, answers, output)
-            return
-        completions, parts = self._final_rows(calls, output)
-        if completions:
-            self._sample(completions, parts, output)
+    def _sample(self, step: EngineStep, forwards: Sequence[EngineStep]) -> None:
+        """Sample for all completions with answers, and start the copy of the tokens.
 
-    def _final_rows(
-        self, calls: Sequence[CallResults], output: StepOutput
-    ) -> tuple[list[Completion], list[AnswerRows]]:
-        """Count the prompt tokens that ran; return the completions to sample for, forks too, and their answers."""
+        After an error, sample each completion alone. forwards: the forwards of the step that succeeded.
+        """
+        answers: torch.Tensor | list[AnswerRows]
+        if forwards[0] is step and not step.num_prefill_tokens:
+            assert step.answers is not None
+            completions, answers = step.completions, step.answers
+        else:
+            completions, answers = self._final_rows(step, forwards)
+        if not completions:
+            return
+        group = self._scheduler.group_of(completions)
+        if group.reads_tokens:
+            self._read()  # the last step's tokens, while the device runs this step
+        try:
+            sampled = self._sampled(completions, answers, step)
+        except BaseException as error:
+            raise_exit(error)
+            self._read()  # the sampler rebuilds its state from tokens that may be only on the device
+            self._scheduler.drop_group()
+            if isinstance(answers, torch.Tensor):
+                answers = step.answer_rows()
+            for sampled in self._recovery.sample_each(completions, answers, partial(self._sampled, step=step)):
+                _keep(sampled, step)
+            self._requests.fail_all(self._scheduler.refused)
+        else:
+            group.steps_left -= 1
+            _keep(sampled, step)
+
+    def _sampled(
+        self, completions: list[Completion], answers: torch.Tensor | Sequence[AnswerRows], step: EngineStep
+    ) -> Sampled:
+        """Sample from logits [num_rows, V], or take the tokens [n] that the executor has chosen.
+
+        answers: one row for each completion, plus one for each draft of `step`.
+        """
+        num_rows = len(completions)
+        try:
+            if not isinstance(answers, torch.Tensor):
+                answers = joined([rows.read(self._vocab_size) for rows in answers])
+            drafts = None
+            if step.drafts is not None:
+                drafts = aligned_drafts(step.drafts, step.decodes, completions)
+                num_rows += sum(map(len, drafts.token_ids))
+            if answers.shape == (num_rows,) and not answers.is_floating_point():
+                return Sampled.of(completions, answers)
+            if answers.shape != (num_rows, self._vocab_size):
+                raise WrongResultsError(f"logits {tuple(answers.shape)}, expected {(num_rows, self._vocab_size)}")
+            if drafts is None or num_rows == len(completions):
+                return self._sampler.sample(answers.float(), completions)
+            return self._sampler.verify(answers.float(), completions, drafts)
+        except BaseException:
+            self._sampler.reset()  # its state may be inconsistent
+            raise
+
+    def _final_rows(self, step: EngineStep, ran: Sequence[EngineStep]) -> tuple[list[Completion], list[AnswerRows]]:
+        """Count the prompt tokens that ran; return the completions to sample for (with forks) and their answers."""
         completions: list[Completion] = []
         parts: list[AnswerRows] = []
-        for group, answers in calls:
-            for completion, rows in zip(group, answer_rows(group, answers, output.step), strict=True):
+        for forward in ran:
+            for completion, rows in zip(forward.completions, forward.answer_rows(), strict=True):
                 is_prompt = completion.state is State.PREFILL
                 if is_prompt:
                     completion.prefilled = completion.chunk_start + len(completion.chunk)
@@ -271,7 +361,7 @@ class EngineCore:
                     continue
                 if is_prompt and isinstance(completion.policy, VerifyLogits):
                     fail = partial(self._requests.fail, completion)
-                    attempt(fail, once_more, self._score_prompt, completion, rows, output)
+                    attempt(fail, once_more, self._score_prompt, completion, rows, step)
                     rows = rows.last
                 if is_prompt and (completion.num_to_prefill or completion.state is State.FINISHED):
                     continue
@@ -280,84 +370,51 @@ class EngineCore:
                 parts += [rows] * len(started)
         return completions, parts
 
-    def _sample(
-        self, completions: list[Completion], answers: torch.Tensor | list[AnswerRows], output: StepOutput
-    ) -> None:
-        """Sample and start the copy of the tokens. After an error, sample each completion alone."""
-        rows = self._scheduler.rows_of(completions)
-        if rows.reads_tokens:
-            self._update()  # the last step's tokens, while the device runs this one
-        try:
-            sampled = self._runner.sample(completions, answers, output.step)
-        except BaseException as error:
-            raise_exit(error)
-            self._update()  # the sampler's state is built again from tokens that only the device may know
-            self._scheduler.drop_rows()
-            if isinstance(answers, torch.Tensor):
-                answers = answer_rows(completions, answers, output.step)
-            for completion, sampled in self._runner.sample_apart(completions, answers, output.step):
-                self._keep(Rows([completion]), sampled, output)
-            self._requests.fail_all(self._runner.failed)
-        else:
-            self._keep(rows, sampled, output)
-
-    def _keep(self, rows: Rows, sampled: SampledOnDevice, output: StepOutput) -> None:
-        output.parts.append((rows, sampled))
-        rows.steps_left -= 1
-        for completion in rows.completions:
-            completion.num_sampled += 1
-
-    def _score_prompt(self, completion: Completion, rows: AnswerRows, output: StepOutput) -> None:
-        """Start the copy of the log probabilities of the prompt tokens after a chunk's; each is computed once."""
+    def _score_prompt(self, completion: Completion, rows: AnswerRows, step: EngineStep) -> None:
+        """Start to copy the log probabilities of the prompt tokens that a chunk predicts; each is computed once."""
         request, count = completion.request, completion.params.prompt_logprobs
         begin = request.num_prompt_rows
         end = min(completion.cached, len(request.prompt) - 1)
-        if end > begin:  # else it runs again after a preemption
+        if end > begin:  # if not, the chunk runs again after a preemption, and its tokens have scores
             assert count is not None
             logits = rows.read(self._vocab_size)[begin - completion.chunk_start : end - completion.chunk_start]
             read = prompt_logprobs(logits.float(), request.prompt[begin + 1 : end + 1], count)
-            output.prompts.append((request, read))
+            step.scores.append((request, read))
             request.num_prompt_rows = end
 
-    def _update(self) -> None:
-        """Read the tokens of the step in flight, and give them to completions that have not ended meanwhile."""
-        output, self._in_flight = self._in_flight, None
-        if output is None:
+    def _read(self) -> None:
+        """Read the tokens of the step in flight and give them to the unfinished completions."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
             return
-        for request, read in output.prompts:
+        for request, read in step.scores:
             table = attempt(partial(self._requests.end, request, "error"), once_more, read)
             if table is not None and not request.output.finished:
                 assert request.output.prompt_table is not None
                 request.output.prompt_table += table
-        for rows, on_device in output.parts:
+        for sampled in step.sampled:
             try:
-                sampled = on_device.read()
+                sampled.read()
             except BaseException as error:
                 raise_exit(error)
-                self._read_again(rows, on_device, output.step)
-            else:
-                self._advance(rows, sampled, output.step)
+                # If it fails again, all completions fail, because their tokens are one copy.
+                if attempt(partial(self._fail_all, sampled.completions), sampled.read) is None:
+                    continue
+            self._requests.advance(sampled, step)
         now = perf_counter()
-        seconds = now - max(output.started, self._last_taken)
+        seconds = now - max(step.started, self._last_taken)
         self._last_taken = now
         self.metrics.step_time.observe(seconds)
-        if output.step.chunks:
-            self._space.observe_prefill(output.step.num_prefill_tokens, seconds)
-        if self._scheduler.pacer is not None and output.step.decodes:
-            self._scheduler.pacer.observe(seconds, output.step.num_prefill_tokens)
+        if step.num_prefill_tokens:
+            self._space.observe_prefill(step.num_prefill_tokens, seconds)
+        if self._scheduler.pacer is not None and step.num_decodes:
+            self._scheduler.pacer.observe(seconds, step.num_prefill_tokens)
 
-    def _read_again(self, rows: Rows, on_device: SampledOnDevice, step: StepBatch) -> None:
-        """Read the tokens again after that has raised; if it does once more, all fail: they come in one copy."""
-
-        def fail(reason: str) -> None:
-            self._requests.fail_all([(completion, reason) for completion in rows.completions])
-
-        sampled = attempt(fail, on_device.read)
-        if sampled is not None:
-            self._advance(rows, sampled, step)
+    def _fail_all(self, completions: Sequence[Completion], reason: str) -> None:
+        self._requests.fail_all([(completion, reason) for completion in completions])
 
     def _end_prefill(self, completion: Completion) -> list[Completion]:
-        """Start decoding a completion and those that fork from its prompt; return all that decode."""
+        """Start decoding a completion and the completions that fork from its prompt; return all that decode."""
         request = completion.request
         self._scheduler.to_decoding(completion)
         if request.first_token is None:
@@ -372,76 +429,16 @@ class EngineCore:
         decoding = [fork for fork in forks if fork.state is State.DECODE]
         return [completion, *decoding]
 
-    def _advance(self, rows: Rows, sampled: Sampled, step: StepBatch) -> None:
-        """Give completions the tokens that were sampled for them, and end those that are done."""
-        self._requests.sampled = perf_counter()
-        token_ids, logprobs = sampled
-        if not self._scheduler.are_current(rows):
-            unfinished = []
-            for row, completion in enumerate(rows.completions):
-                if completion.state is not State.FINISHED:
-                    unfinished.append(row)
-            if len(unfinished) < len(token_ids):  # some ended while the step was under way
-                self.metrics.dropped_tokens += len(token_ids) - len(unfinished)
-                rows = Rows([rows.completions[row] for row in unfinished])
-                token_ids = [token_ids[row] for row in unfinished]
-                if logprobs is not None:
-                    logprobs = [logprobs[row] for row in unfinished]
-        completions = rows.completions
-        if step.num_prefill_tokens:
-            for request in {completion.request for completion in completions}:
-                if request.first_token is None:
-                    request.first_token = self._requests.sampled
-                    quietly(self._requests.measure_first_token, request)
-        self._requests.changed.update(rows.outputs)
-        if step.drafts is not None:
-            rows.steps_left = 0
-            tables = logprobs or [[]] * len(completions)
-            for completion, ids, table in zip(completions, token_ids, tables, strict=True):
-                self._advance_by_several(completion, ids, table)
-            return
-        if logprobs:
-            for completion, table, (token,) in zip(completions, logprobs, token_ids, strict=True):
-                if completion.output.growth.logprobs is not None and token != NO_TOKEN:
-                    completion.output.growth.logprobs.extend(table)
-        ending = rows.advance(token_ids)
-        num_no_tokens = sum(completion.token_ids[-1] == NO_TOKEN for completion in ending)
-        self.metrics.generated_tokens += len(completions) - num_no_tokens
-        for completion in ending:
-            self._finish_if_done(completion)
 
-    def _advance_by_several(
-        self, completion: Completion, token_ids: Sequence[int], logprobs: Sequence[dict[int, float]]
-    ) -> None:
-        """Give a completion its accepted drafts and one token more, until one ends it; roll back the others."""
-        ran_to, before = completion.chunk_start + len(completion.chunk), len(completion.token_ids)
-        for token in token_ids:
-            completion.token_ids.append(token)
-            if self._finish_if_done(completion):
-                break
-        # NO_TOKEN does not count: `finish_reason` has removed it.
-        count = len(completion.token_ids) - before
-        if completion.output.growth.logprobs is not None:
-            completion.output.growth.logprobs.extend(logprobs[:count])
-        self.metrics.generated_tokens += count
-        self.metrics.accepted_tokens += max(count - 1, 0)
-        completion.num_sampled = len(completion.token_ids)
-        if completion.state is not State.FINISHED and completion.cached < ran_to:
-            fail = partial(self._requests.fail, completion)
-            attempt(fail, once_more, self.executor.truncate_kv, completion.handle, completion.cached)
-
-    def _finish_if_done(self, completion: Completion) -> bool:
-        reason = attempt(partial(self._requests.fail, completion), completion.finish_reason)
-        if reason == "error":
-            self._requests.fail(completion, "the logits left no token to choose")
-        elif reason is not None:
-            self._space.publish([completion])
-            self._requests.finish(completion, reason)
-        return completion.state is State.FINISHED
+def _keep(sampled: Sampled, step: EngineStep) -> None:
+    """Keep the tokens of completions until they are read."""
+    step.sampled.append(sampled)
+    for completion in sampled.completions:
+        completion.num_sampled += 1
 
 
 def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Proposer | None) -> int:
-    """Check that drafts can run; return the most tokens that a decoding sequence runs in a step, drafts included."""
+    """Check that drafts can run; return the maximum tokens of a decoding sequence in a step, drafts included."""
     if proposer is None:
         return 1
     info, cost = executor.info(), 1 + proposer.num_tokens
@@ -463,19 +460,19 @@ def _decode_cost(executor: ModelExecutor, config: EngineConfig, proposer: Propos
 
 
 def _mark_range(owner: object, name: str, label: str) -> None:
-    """Let a method of `owner` mark its time for PyTorch's profiler."""
+    """Wrap a method of `owner` in a range for PyTorch's profiler."""
     method = getattr(owner, name)
 
     @wraps(method)
-    def marked(*args: Any) -> Any:
+    def marked(*args: Any, **options: Any) -> Any:
         with record_function(label):
-            return method(*args)
+            return method(*args, **options)
 
     setattr(owner, name, marked)
 
 
 def _note_recomputed(completion: Completion) -> None:
-    """Count the tokens of this chunk that had run before a preemption."""
+    """Count the tokens of this chunk that ran before a preemption as well."""
     request = completion.request
     end = min(completion.chunk_start + len(completion.chunk), completion.num_ran)
     request.num_recomputed += end - completion.chunk_start

@@ -1,27 +1,25 @@
-"""Embeddings of prompts and log probabilities of completions, in forwards of their own."""
+"""Embeddings of prompts and log probabilities of completions, in separate forwards."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from paged.batch import FullLogits, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import OutOfBlocksError, PagedError
 from paged.executors.engine.core import EngineCore
-from paged.executors.engine.runner import as_rows
-from paged.executors.model_executor import ModelExecutor
 from paged.executors.requests.request import whole_chunks
 from paged.executors.sampling.logprobs import own_and_best
-from paged.forward_step import prepare
+from paged.executors.unified_executor import UnifiedExecutor
 from paged.kernels.sampling.sample_tokens import filter_logits
-from paged.metadata import HostMetadata
+from paged.step.batch import FullLogits, UnifiedBatch, UnifiedBatchItem, VerifyLogits
+from paged.step.batch_step import step_of
+from paged.step.step import Step
 
 Pooling = Literal["last", "mean"]
 
@@ -29,16 +27,16 @@ Pooling = Literal["last", "mean"]
 def embed_prompts(
     core: EngineCore, prompts: Sequence[Sequence[int]], *, is_mean: bool, normalize: bool
 ) -> Generator[torch.Tensor | None]:
-    """Yield None after every forward, then the mean or the last hidden state of each prompt, [n, hidden_size]."""
+    """Yield None after every forward, then the pooled hidden state of each prompt, [n, hidden_size]."""
     executor, info, name = core.executor, core.executor.info(), f"embedding-{secrets.token_hex(8)}"
     pooled = torch.zeros(len(prompts), info.hidden_size, device=info.device)
     policy = VerifyLogits() if is_mean else FullLogits()
     budget = core.config.token_budget
-    first = start = 0  # the first prompt that is not done, and its tokens that have run
+    first = start = 0  # index of the first unfinished prompt, and number of its tokens that have run
     generation = core.generation
     try:
         while first < len(prompts):
-            if generation != core.generation:  # all rows are of the same weights
+            if generation != core.generation:  # start again, so that all rows come from the same weights
                 generation, first, start = core.generation, 0, 0
                 pooled.zero_()
             items: list[UnifiedBatchItem] = []
@@ -54,7 +52,7 @@ def embed_prompts(
                 tokens_left -= len(chunk)
                 if not tokens_left:
                     break
-            # Only a batch of one prompt preempts requests; larger ones are halved first.
+            # Only a batch of one prompt preempts requests; a larger batch is halved first.
             run = core.run_now if len(items) == 1 else executor.unified_decode
             try:
                 answers = run(UnifiedBatch(items, returns_hidden=True))
@@ -88,7 +86,7 @@ def embed_prompts(
 
 
 def completion_logprobs(
-    executor: ModelExecutor,
+    executor: UnifiedExecutor,
     manager: PagedKvCacheManager,
     prompt_ids: Sequence[int],
     completion_ids: Sequence[int],
@@ -96,8 +94,8 @@ def completion_logprobs(
 ) -> torch.Tensor:
     """Return the log probability of each token of a completion, float32 [len(completion_ids)].
 
-    The prompt runs in fixed chunks, as under `EngineConfig.batch_invariant`. The completion's tokens run together, each
-    as a decode step of its own over the keys up to it. The executor has invariant rows.
+    The prompt runs in fixed chunks, as under `EngineConfig.batch_invariant`. The completion's tokens run in one
+    forward, each as a decode step over the keys up to it. The executor must have invariant rows.
     """
     seq_id, num_prompt = f"score-{secrets.token_hex(8)}", len(prompt_ids)
     rows: list[torch.Tensor] = []
@@ -123,31 +121,22 @@ def completion_logprobs(
     return logprobs[:, 0]
 
 
-def _run(executor: ModelExecutor, manager: PagedKvCacheManager, item: UnifiedBatchItem) -> torch.Tensor:
-    """Run an item as an invariant step does, and publish nothing; return its logits [num_rows, V]."""
-    batch = UnifiedBatch([item], is_stacked=True)
-    prepare(manager, batch)
-    step = batch.prepared
-    assert step is not None
+def _run(executor: UnifiedExecutor, manager: PagedKvCacheManager, item: UnifiedBatchItem) -> torch.Tensor:
+    """Run an item like an invariant step without publishing blocks; return its logits [num_rows, V]."""
+    step = step_of(manager, [item])
     step.is_invariant, step.published = True, None
     if isinstance(item.logits_policy, VerifyLogits):
-        step.host = _as_decodes(step.host)
-    answers = executor.unified_decode(batch)
-    if isinstance(answers, torch.Tensor):
-        return answers
-    (rows,) = answers
-    if rows is None:
-        return torch.empty(0)
-    return as_rows(rows)
+        _as_decodes(step)
+    logits = executor.run(step)
+    assert isinstance(logits, torch.Tensor)
+    return logits
 
 
-def _as_decodes(host: HostMetadata) -> HostMetadata:
-    """Return the metadata of a sequence's tokens as sequences of one query each, over the same blocks."""
-    num_tokens = len(host.positions)
-    return replace(
-        host,
-        seq_lens=(host.positions + 1).astype(np.int32),
-        cu_seqlens_q=np.arange(num_tokens + 1, dtype=np.int32),
-        block_tables=host.block_tables.repeat(num_tokens, axis=1),
-        max_seqlen_q=1,
-    )
+def _as_decodes(step: Step) -> None:
+    """Make each token of a step of one sequence a sequence with one query, over the same blocks."""
+    num_tokens = len(step.positions)
+    step.seq_lens = (step.positions + 1).astype(np.int32)
+    step.cu_seqlens_q = np.arange(num_tokens + 1, dtype=np.int32)
+    step.block_tables = step.block_tables.repeat(num_tokens, axis=1)
+    step.max_seqlen_q = 1
+    step.only_decodes = True

@@ -1,4 +1,4 @@
-"""Continuous batching: requests come and go, and every step runs everything that can run in one forward."""
+"""Engine with continuous batching: requests come and go, and each step runs all that can run in one forward."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from paged.executors.requests.token_rules import LogitsProcessor, TextEnd, Token
 from paged.executors.sampling.noise import completion_seeds
 from paged.executors.speculation.drafting import Proposer
 from paged.executors.text.detokenizer import Tokenizer
-from paged.kernels.common.compilation import serving_begins
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.executors.unified_executor import UnifiedExecutor
+from paged.kernels.core.errors import as_bool, as_float, as_int, shown
+from paged.kernels.core.launch import serving_begins
 from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId, as_seq_id
 from paged.token_ids import as_token_ids
@@ -41,29 +42,30 @@ R = TypeVar("R")
 
 _DEFAULT_PARAMS = SamplingParams()
 _ONE_TOKEN = SamplingParams(max_tokens=1)
-# A priority beyond this is a mistake; products with `priority_requests` stay small numbers.
+# Largest absolute value of a priority. It catches mistakes and keeps products with `priority_requests` small.
 _MAX_PRIORITY = 1 << 31
 _UINT64_MAX = (1 << 64) - 1
 
 
 class Engine(EngineCore):
-    """Runs requests on any `ModelExecutor`: chunked prefill beside decodes, prefix caching, preemption, speculation.
+    """Runs requests on any `ModelExecutor`: chunked prefill with decodes, prefix caching, preemption, speculation.
 
-    If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed. A
-    completion whose forward fails ends alone, see `StepRunner`. Not thread-safe: `AsyncEngine` queues calls.
+    If the executor has a cache manager, requests share prefixes, fork and swap; otherwise every prompt is computed in
+    full. If a completion's forward fails, only this completion ends, see `Recovery`. Not thread-safe; use
+    `AsyncEngine` with threads.
 
     Args:
-        config: policy; None takes the defaults.
-        tokenizer: for output texts and stop strings; a `ChatTokenizer` also for prompts that are texts or messages.
-        eos_token_ids: end every request without ignore_eos. None takes those of the checkpoint
-            (`ModelInfo.eos_token_ids`), () takes none.
-        proposer: drafts tokens; the executor verifies several in one forward.
-        seed: derives the seeds of requests that have none; None draws one.
+        config: policy; None for the defaults.
+        tokenizer: makes output texts and finds stop strings; a `ChatTokenizer` also encodes texts and messages.
+        eos_token_ids: tokens that end every request without ignore_eos. None for the checkpoint's tokens
+            (`ModelInfo.eos_token_ids`), () for none.
+        proposer: drafts tokens, which the executor verifies several at a time.
+        seed: source of the seeds of requests without a seed; None draws one.
 
     Raises:
-        InvalidInputError: the token budget is below one sequence with its drafts, the proposer has another vocabulary,
-            or an end token or the seed is out of range.
-        UnsupportedError: a proposer was given, and the executor cannot roll tokens back.
+        InvalidInputError: the token budget is too small for one sequence with its drafts, the proposer has another
+            vocabulary, or an end token or the seed is out of range.
+        UnsupportedError: a proposer is given, but the executor cannot roll tokens back.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Engine(EngineCore):
         self._prompts = PromptChecks(executor, config, tokenizer)
         info = executor.info()
         if eos_token_ids is None:
-            # A checkpoint may name tokens that its vocabulary does not have.
+            # Ignore end tokens of the checkpoint that are outside its vocabulary.
             self._eos_token_ids = frozenset(token for token in info.eos_token_ids if token < info.vocab_size)
         else:
             self._eos_token_ids = frozenset(as_token_ids("eos_token_ids", eos_token_ids, may_be_set=True))
@@ -91,7 +93,7 @@ class Engine(EngineCore):
             seed = secrets.randbits(64)
         self._seed = as_int("seed", seed, low=-(1 << 63), high=_UINT64_MAX)
         self._arrivals = itertools.count()
-        # Several engines may share an executor, and callers may have sequences of their own in its cache.
+        # A unique name, because several engines and other callers may share the executor's cache.
         self._name = f"engine-{secrets.token_hex(8)}"
         serving_begins()
 
@@ -122,7 +124,7 @@ class Engine(EngineCore):
         )
 
     def picture(self) -> CachePicture:
-        """Return a picture of the KV cache, with the requests' ids. Any thread may call it, also within a step.
+        """Return a picture of the KV cache with the requests' ids. Any thread may call it, also within a step.
 
         Raises:
             UnsupportedError: the executor has no cache manager.
@@ -135,7 +137,7 @@ class Engine(EngineCore):
         return cache_picture(manager, self.sequence_names())
 
     def sequence_names(self) -> dict[SeqId, str]:
-        """Return the names of this engine's sequences, "request id/completion", by their ids in the cache."""
+        """Return the names ("request id/completion") of this engine's sequences by their ids in the cache."""
         names: dict[SeqId, str] = {}
         for request in list(self._requests.by_id.values()):
             for completion in request.completions:
@@ -158,37 +160,37 @@ class Engine(EngineCore):
         text_end: TextEnd | None = None,
         prompt_embeds: PromptEmbeds | None = None,
     ) -> RequestOutput:
-        """Queue a request and return its output, which grows from step to step; its `copy()` keeps a moment.
+        """Queue a request and return its output, which grows with every step; `copy()` of it takes a snapshot.
 
         Args:
             prompt_token_ids: integers of any library, in any sequence; or a text; or messages, mappings with "role" and
                 "content", which the chat template renders. Special tokens inside texts are plain text.
-            request_id: a str or int that no unfinished request has; 1 and "1" are two ids. None makes one.
+            request_id: a str or int that no unfinished request has; 1 and "1" are different ids. None generates an id.
             priority: higher runs first, see `EngineConfig.priority_requests`.
-            adapter: name of a loaded adapter, which has cached prefixes of its own.
-            metadata: of the request's batch items, with keys that the executor reads (`ModelExecutor.metadata_keys`).
-                {"lora_adapter": name} is the same as `adapter`.
-            timeout_s: seconds after which the next step ends the request with finish_reason "timeout"; None for no
-                limit.
-            cache_salt: the request shares cached prefixes only with requests of the same salt. Otherwise a tenant could
-                tell from the time to the first token what another one has asked.
-            token_mask: says before every token which ones are allowed, such as an `xgrammar.GrammarMatcher`; other
-                completions than the first get a fork of it. A text that is complete by it ends with "stop".
-            logits_processor: changes the logits of every token. Either of these two reads a step's tokens before it
-                samples the next ones: while the device runs the forward, so a slow one holds all requests up.
-            text_end: reads the text as it grows and says when it is complete; it then ends with "stop", as by a stop
-                string. Other completions than the first get a fork of it.
-            prompt_embeds: rows in place of the embeddings of some prompt tokens, such as those of images. The token ids
-                there are placeholders, which penalties and prompt_logprobs see.
+            adapter: name of a loaded adapter. Each adapter has its own cached prefixes.
+            metadata: metadata of the request's batch items, with keys that the executor reads
+                (`ModelExecutor.metadata_keys`). {"lora_adapter": name} means the same as `adapter`.
+            timeout_s: time in seconds after which the next step ends the request with finish_reason "timeout"; None for
+                no limit.
+            cache_salt: the request shares cached prefixes only with requests of the same salt. Without it, a tenant
+                could infer another tenant's prompt from the time to the first token.
+            token_mask: tells before every token which tokens are allowed, for example an `xgrammar.GrammarMatcher`.
+                When it is complete, the completion ends with "stop". Every completion after the first gets a fork of
+                it.
+            logits_processor: changes the logits of every token. A token_mask or logits_processor reads a step's tokens
+                before the next tokens are sampled, so a slow one delays all requests.
+            text_end: reads the text as it grows and tells when it is complete; the completion then ends with "stop", as
+                with a stop string. Every completion after the first gets a fork of it.
+            prompt_embeds: rows in place of the embeddings of some prompt tokens, for example of images. The token ids
+                at these positions are placeholders; penalties and prompt_logprobs use them.
 
         Raises:
             InvalidInputError: the id is in use, the prompt is empty, a token id is outside the vocabulary, there are
                 stop strings or a text_end but no tokenizer, the adapter is not loaded, prompt and max_tokens do not fit
-                the cache, or an argument has another type. A text or messages: as `encode_prompt`.
-            UnsupportedError: an adapter is named, and the executor takes none; or prompt_logprobs are asked for, and it
-                runs no mixed batches; or it returns no hidden states or routed experts, which are asked for; or the
-                model does not take such prompt_embeds.
-            SequenceTooLongError: prompt and max_tokens are longer than the model allows.
+                the cache, or an argument has the wrong type. For texts and messages also the errors of `encode_prompt`.
+            UnsupportedError: the executor does not support adapters, prompt_logprobs (which need mixed batches), hidden
+                states, routed experts or these prompt_embeds, and the request asks for them.
+            SequenceTooLongError: prompt and max_tokens exceed the model's maximum length.
             QueueFullError: `EngineConfig.max_waiting` completions wait.
         """
         name = "prompt_token_ids"
@@ -199,7 +201,7 @@ class Engine(EngineCore):
             params = _DEFAULT_PARAMS
         if not isinstance(params, SamplingParams):
             raise InvalidInputError(f"params: {shown(params)}, expected SamplingParams")
-        params = replace(params)  # checked again, and out of the caller's reach
+        params = replace(params)  # a copy that is validated and that the caller cannot change
         item_metadata = self._prompts.item_metadata(metadata, adapter)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
@@ -221,14 +223,14 @@ class Engine(EngineCore):
             self._prompts.check_embeds(prompt_embeds, len(ids))
         chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
         max_tokens = self._prompts.max_tokens(name, ids, params, chunks)
-        # Not earlier: reading the arguments runs the caller's code, which may have added requests.
+        # Checked late, because reading the arguments runs the caller's code, which may add requests.
         if request_id in self._requests.by_id:
             raise InvalidInputError(f"request {request_id!r}: its id is in use")
         arrival, waiting = next(self._arrivals), len(self._scheduler.waiting)
         if self.config.max_waiting is not None and waiting >= self.config.max_waiting:
             raise QueueFullError(f"{waiting} completions wait, max_waiting is {self.config.max_waiting}")
         if request_id is None:
-            # Random, so that no caller's own id can equal it.
+            # Random, so that it cannot equal a caller's id.
             request_id = f"request-{arrival}-{secrets.token_hex(4)}"
         end_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -237,7 +239,7 @@ class Engine(EngineCore):
             request_id=request_id,
             prompt=ids,
             params=params,
-            rank=(arrival - priority * self.config.priority_requests, arrival),
+            turn=(arrival - priority * self.config.priority_requests, arrival),
             metadata=item_metadata,
             max_tokens=max_tokens,
             end_token_ids=end_token_ids,
@@ -258,20 +260,21 @@ class Engine(EngineCore):
         try:
             self._requests.add(request)
             return request.output
-        except BaseException:  # nobody would know of it
+        except BaseException:  # the caller would not know of the request
             self._requests.abort(request)
             raise
 
     def encode_prompt(self, prompt: Prompt) -> Sequence[int]:
-        """Return the token ids of a text or of messages, and anything else itself. Any thread may call it.
+        """Encode a text or messages to token ids; return any other prompt unchanged. Any thread may call it.
 
         Raises:
-            InvalidInputError: the engine's tokenizer does not encode, or it or the chat template refuses the prompt.
+            InvalidInputError: the engine's tokenizer cannot encode, or the tokenizer or the chat template rejects the
+                prompt.
         """
         return self._prompts.encode(prompt)
 
     def abort(self, request_id: SeqId) -> bool:
-        """End a request and free what it holds; return False if no unfinished request has this id.
+        """End a request and free its cache; return False if no unfinished request has this id.
 
         Raises:
             InvalidInputError: the id is neither str nor int.
@@ -287,7 +290,7 @@ class Engine(EngineCore):
         return None if request is None else request.output
 
     def discard(self, output: RequestOutput) -> None:
-        """Abort the request of this output; does nothing if it has ended, even if another request has its id now."""
+        """Abort the request of this output; do nothing if it has ended, even if a new request has the same id."""
         request = self._requests.by_id.get(output.request_id)
         if request is not None and request.output is output:
             self._requests.abort(request)
@@ -295,10 +298,9 @@ class Engine(EngineCore):
     def stream(
         self, prompt_token_ids: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Iterator[RequestOutput]:
-        """Add a request and step until it ends; yield a copy of its output after each step that changed it.
+        """Add a request and run steps until it ends; yield a copy of its output after each step that changed it.
 
-        Leaving the iterator aborts the request. Several streams may be read in turns. `options` are those of
-        `add_request`.
+        Leaving the iterator aborts the request. Several streams may be read in turns. For `options` see `add_request`.
         """
         output: RequestOutput | None = None
         seen = 0
@@ -319,8 +321,8 @@ class Engine(EngineCore):
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load an adapter between two steps, for requests with `adapter=name`.
 
-        Errors are those of `LlmExecutor.load_lora`. If the executor takes no adapters, this and the next two raise
-        UnsupportedError.
+        Raises the errors of `LlmExecutor.load_lora`. If the executor does not support adapters, `load_lora`,
+        `unload_lora` and `list_loras` raise UnsupportedError.
         """
         lora_loader(self.executor).load_lora(name, path)
 
@@ -328,10 +330,10 @@ class Engine(EngineCore):
         """Unload an adapter between two steps.
 
         Raises:
-            InvalidInputError: it is not loaded, or unfinished requests name it.
+            InvalidInputError: the adapter is not loaded, or unfinished requests use it.
         """
         loader = lora_loader(self.executor)
-        # Waiting requests hold no sequence yet, so the executor does not know of them.
+        # Check here, because the executor does not know waiting requests, which have no sequences.
         request_ids = [request.request_id for request in self._requests.by_id.values() if request.adapter == name]
         if request_ids:
             raise InvalidInputError(f"adapter {name!r}: {len(request_ids)} requests name it, first {request_ids[0]!r}")
@@ -342,25 +344,26 @@ class Engine(EngineCore):
         return lora_loader(self.executor).list_loras()
 
     def update_weights(self, source: Any, *, check_finite: bool = False) -> None:
-        """Replace the model's weights between two steps, as `LlmExecutor.update_weights`.
+        """Replace the model's weights between two steps, see `LlmExecutor.update_weights`.
 
-        Requests go on from the tokens and log probabilities that they have; their K/V are computed again by the new
-        weights. No other result mixes weights: prompt_logprobs of a request without tokens and embeddings begin again,
-        and hidden states and routed experts are the old ones until all tokens have run again.
+        Requests keep their tokens and log probabilities and continue with the new weights, which compute their K/V
+        again.
+        No other result mixes weights: embeddings, and prompt_logprobs of requests without tokens, start again. Hidden
+        states and routed experts keep the old values until all tokens have run again.
 
         Raises:
-            UnsupportedError: the executor cannot, or this is called within a step.
+            UnsupportedError: the executor does not support it, or this is called within a step.
         """
         update = self._of_executor("update_weights")
         self._begin_update()
         update(source, check_finite=check_finite)
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the device memory of weights and KV cache, as `LlmExecutor.sleep`. Later requests need `wake`.
+        """Free the device memory of weights and KV cache, see `LlmExecutor.sleep`. Call `wake` before new requests.
 
         Raises:
             InvalidInputError: requests are unfinished.
-            UnsupportedError: the executor cannot, or this is called within a step.
+            UnsupportedError: the executor does not support it, or this is called within a step.
         """
         sleep = self._of_executor("sleep")
         if self._requests:
@@ -369,7 +372,7 @@ class Engine(EngineCore):
         sleep(level)
 
     def wake(self) -> None:
-        """Take the memory again, as `LlmExecutor.wake`."""
+        """Allocate the memory again, see `LlmExecutor.wake`."""
         self._of_executor("wake")()
 
     def _of_executor(self, name: str) -> Any:
@@ -386,17 +389,17 @@ class Engine(EngineCore):
         adapter: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Run all prompts to their ends; return their outputs in the same order.
+        """Run all prompts to completion; return their outputs in the same order.
 
         Args:
-            prompts: as in `add_request`, in any mix.
-            params: parameters of all prompts, or a list with those of each.
-            adapter: the adapter of all prompts, or a list with that of each.
+            prompts: prompts in any form of `add_request`, also mixed.
+            params: parameters for all prompts, or a list with one entry per prompt.
+            adapter: adapter for all prompts, or a list with one entry per prompt.
             progress: whether to show a bar, if tqdm is installed.
 
         Raises:
-            InvalidInputError, SequenceTooLongError, QueueFullError: a prompt cannot be added, or there are not as many
-                `params` or adapters as prompts; nothing was run.
+            InvalidInputError, SequenceTooLongError, QueueFullError: a prompt cannot be added, or a list differs in
+                length from `prompts`; no prompt is run.
         """
         prompts = _listed(prompts)
         all_params = _for_each("params", params, SamplingParams, len(prompts))
@@ -420,16 +423,16 @@ class Engine(EngineCore):
     def embed(self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True) -> torch.Tensor:
         """Return embeddings of prompts, float32 [n, hidden_size] on the model's device.
 
-        They run in forwards of their own, and leave nothing in the cache.
+        They run in separate forwards and leave no blocks in the cache.
 
         Args:
-            prompts: as in `generate`.
-            pooling: of hidden states after the final norm: that of the last token, or the mean over all tokens.
+            prompts: see `generate`.
+            pooling: "last" for the last token's hidden state after the final norm, "mean" for the mean over all tokens.
             normalize: whether to scale each row to length 1.
 
         Raises:
-            InvalidInputError, SequenceTooLongError: a prompt cannot run, or an argument has another value.
-            UnsupportedError: the executor returns no hidden states.
+            InvalidInputError, SequenceTooLongError: a prompt cannot run, or an argument is invalid.
+            UnsupportedError: the executor cannot return hidden states.
             OutOfBlocksError: the cache has too few blocks, even after all requests but one have been preempted.
             PagedError: hidden states are infinite or NaN.
         """
@@ -440,7 +443,7 @@ class Engine(EngineCore):
     def embedding_steps(
         self, prompts: Sequence[Prompt], *, pooling: Pooling = "last", normalize: bool = True
     ) -> Generator[torch.Tensor | None]:
-        """Yield None after each forward of `embed`, then what it returns."""
+        """Yield None after each forward of `embed`, then its result."""
         if not self.executor.capabilities().supports_hidden_states:
             raise UnsupportedError(f"{type(self.executor).__name__} returns no hidden states")
         if pooling not in ("last", "mean"):
@@ -454,11 +457,12 @@ class Engine(EngineCore):
     def score(self, prompt: Prompt, completion_ids: Sequence[int], *, temperature: float = 1.0) -> torch.Tensor:
         """Return the log probability of each token of a completion, float32 [len(completion_ids)].
 
-        They have the bits of those that a request returns under `batch_invariant` and `logprobs_mode="processed"`, if
-        the temperature alone changes its logits. A completion is one forward beside its prompt's.
+        They equal, bit by bit, the log probabilities that a request returns under `batch_invariant` and
+        `logprobs_mode="processed"`, if only the temperature changes its logits. The completion runs in one forward
+        after the prompt's.
 
         Args:
-            prompt: as in `add_request`.
+            prompt: see `add_request`.
             completion_ids: at least one token.
             temperature: above 0.
 
@@ -468,8 +472,10 @@ class Engine(EngineCore):
             OutOfBlocksError: the cache has too few free blocks.
         """
         manager = self.executor.kv_manager
-        if manager is None or not self.executor.capabilities().has_invariant_rows:
-            raise UnsupportedError(f"{self.executor.info().model_id}: has no invariant rows")
+        executor = self.executor
+        has_rows = executor.capabilities().has_invariant_rows
+        if manager is None or not isinstance(executor, UnifiedExecutor) or not has_rows:
+            raise UnsupportedError(f"{executor.info().model_id}: has no invariant rows")
         temperature = as_float("temperature", temperature, math.ulp(0.0))
         prompt_ids, ids = self._prompts.token_ids(prompt), as_token_ids("completion_ids", completion_ids)
         if not ids:
@@ -477,20 +483,20 @@ class Engine(EngineCore):
         self._prompts.check_ids("completion_ids", ids)
         params = SamplingParams(max_tokens=len(ids))
         self._prompts.max_tokens("prompt", prompt_ids, params)
-        return completion_logprobs(self.executor, manager, prompt_ids, ids, temperature)
+        return completion_logprobs(executor, manager, prompt_ids, ids, temperature)
 
     def beam_search(
         self, prompt: Prompt, beam_width: int, max_tokens: int, length_penalty: float = 1.0
     ) -> list[BeamOutput]:
-        """Return the `beam_width` continuations with the best scores that beam search finds, best first.
+        """Run beam search; return the `beam_width` continuations with the best scores, best first.
 
-        A beam ends with an end token of the engine or after `max_tokens`; the search ends when no other can become
-        better, as in transformers with `early_stopping="never"`. It runs in forwards of its own.
+        A beam ends with an end token of the engine or after `max_tokens`. The search ends when no open beam can become
+        better, as in transformers with `early_stopping="never"`. It runs in separate forwards.
 
         Args:
-            prompt: as in `add_request`.
-            beam_width: number of beams, at most `max_num_seqs`. They share the K/V of what they have in common.
-            length_penalty: the score is the sum of log probabilities divided by the number of tokens to this power.
+            prompt: see `add_request`.
+            beam_width: number of beams, at most `max_num_seqs`. They share the K/V of common tokens.
+            length_penalty: exponent p of the score, the sum of log probabilities / (number of tokens)^p.
 
         Raises:
             InvalidInputError, SequenceTooLongError: the prompt cannot run, or an argument is out of range.
@@ -525,7 +531,7 @@ class Engine(EngineCore):
 
 
 def _for_each(name: str, value: R | Sequence[R | None] | None, kind: type[R], count: int) -> list[R | None]:
-    """Return the value of each prompt: those of a list, or the same for all."""
+    """Return a value for each prompt: the entries of a list, or the same value for all."""
     if value is None or isinstance(value, kind):
         return [value] * count
     values = list(cast("Sequence[R | None]", value))
@@ -541,7 +547,7 @@ def _listed(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _forks(name: str, rule: Any, kind: type[R], count: int) -> list[R]:
-    """Return a rule for each completion, or none; the first is `rule` itself, the others are its forks."""
+    """Return a rule for each completion (`rule` itself and its forks), or none."""
     if rule is None:
         return []
     if not isinstance(rule, kind):

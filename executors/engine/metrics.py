@@ -1,4 +1,4 @@
-"""Measurements of an engine: counts, and histograms of latencies."""
+"""Metrics of an engine: counts and latency histograms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from paged.errors import UnsupportedError
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-# Seconds, from a step of a small model to a prompt that waited for long; with the targets of vLLM's overview board.
+# Bounds of the buckets of times in seconds, from a step of a small model to a long wait. They include the targets of
+# vLLM's dashboard.
 _BOUNDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.75),
     *(1.0, 2.0, 2.5, 5.0, 10.0, 20.0, 50.0, 100.0),
@@ -25,7 +26,7 @@ TOKEN_BOUNDS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 
 
 @dataclass
 class Histogram:
-    """Values by upper bound; the last of `counts` is for values above all `bounds`. unit: ends the metric's name."""
+    """Histogram by upper bounds; the last of `counts` is for values above all `bounds`. unit: suffix of the name."""
 
     bounds: tuple[float, ...] = _BOUNDS
     counts: list[int] = field(init=False)
@@ -41,7 +42,7 @@ class Histogram:
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return bounds as texts and how many values are at most as large, as Prometheus takes them."""
+        """Return (bound as text, number of values up to it) pairs, as in Prometheus."""
         return list(zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True))
 
     @property
@@ -52,25 +53,25 @@ class Histogram:
 
 @dataclass
 class EngineMetrics:
-    """Counts and latencies of an engine since it was made.
+    """Counts and latencies of an engine since its creation.
 
     Attributes:
         requests: requests added.
         finished: requests that ended, by the finish reason of their last completion.
         preempted: completions preempted, by "swap" or "recompute".
-        steps, mixed_steps: steps in which something ran; those with prompt tokens and decodes.
-        failed_forwards: calls of the executor that raised or gave wrong results.
-        overlapped_steps: steps that were launched before the tokens of the one before were read.
-        dropped_tokens: tokens that such steps computed for completions that had ended.
-        prefill_tokens: tokens run for prompts, and again after a preemption.
+        steps, mixed_steps: steps that ran a forward, and steps that ran both prompt tokens and decodes.
+        failed_forwards: calls of the executor that raised or returned wrong results.
+        overlapped_steps: steps launched before the previous step's tokens were read.
+        dropped_tokens: tokens computed by overlapped steps for completions that had already ended.
+        prefill_tokens: tokens run for prompts, and again after preemptions.
         cached_tokens: prompt tokens found in the cache.
-        decode_tokens: tokens run for sequences that decode, drafts included.
+        decode_tokens: tokens run for decoding sequences, drafts included.
         generated_tokens: new tokens of all outputs.
-        draft_tokens, accepted_tokens: drafts proposed, and those that stayed.
-        time_to_first_token: of each request, from its arrival.
-        time_per_output_token: mean of each request over all its completions, after their first token.
-        step_time: time of whole steps.
-        step_tokens: tokens run in each step.
+        draft_tokens, accepted_tokens: drafts proposed, and drafts accepted.
+        time_to_first_token: time from a request's arrival to its first token.
+        time_per_output_token: time per token after the first, mean over all completions of a request.
+        step_time: time of a whole step.
+        step_tokens: tokens run in a step.
     """
 
     requests: int = 0
@@ -98,9 +99,9 @@ class EngineStatus:
     """State of an engine at one moment.
 
     Attributes:
-        waiting, swapped: completions in the queue, and those of them whose K/V lie in host memory.
-        prefilling, decoding: completions that run.
-        used_blocks, num_blocks: of the KV cache; None without a cache manager.
+        waiting, swapped: completions in the queue, and how many of them have K/V in host memory.
+        prefilling, decoding: running completions that run their prompt, and that decode.
+        used_blocks, num_blocks: blocks of the KV cache; None without a cache manager.
         lora: the executor's `lora_metrics_snapshot`.
         tiers: `CacheStats.of_tiers`.
     """
@@ -116,7 +117,7 @@ class EngineStatus:
 
 
 def prometheus_text(metrics: EngineMetrics, status: EngineStatus) -> str:
-    """Return both as a page in Prometheus' text format.
+    """Return metrics and status in Prometheus' text format.
 
     Raises:
         UnsupportedError: the package prometheus-client is not installed.
@@ -141,7 +142,7 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
         elif isinstance(value, Counter):
             counter = CounterMetricFamily(f"paged_{name}", f"requests {text}", labels=["kind"])
             labels = ("swap", "recompute") if name == "preempted" else ("stop", "length", "abort", "timeout", "error")
-            # From 0: a rate needs the count before the first.
+            # Start at 0, because a rate needs the count before the first event.
             for label, count in (dict.fromkeys(labels, 0) | value).items():
                 counter.add_metric([label], count)
             yield counter
@@ -160,7 +161,7 @@ def _families(metrics: EngineMetrics, status: EngineStatus) -> Iterator[Metric]:
     for adapter, figures in lora.get("adapters", {}).items():
         for name, value in figures.items():
             if name not in families:
-                # A count that only grows, as long as the adapter is loaded.
+                # "tokens" only grows while the adapter is loaded.
                 kind = CounterMetricFamily if name == "tokens" else GaugeMetricFamily
                 families[name] = kind(f"paged_lora_adapter_{name}", f"adapter {name}", labels=["adapter"])
             families[name].add_metric([adapter], value)

@@ -1,4 +1,4 @@
-"""Checks of prompts and of what comes with them, before a request is queued."""
+"""Checks of prompts and their options before a request is queued."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paged.executors.engine.config import EngineConfig
 from paged.executors.model_executor import ModelExecutor, check_adapter, check_metadata
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.text.detokenizer import Message, PromptTokenizer, Tokenizer
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.prompt_embeds import PromptEmbeds
 from paged.token_ids import as_token_ids
 
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class PromptChecks:
-    """Encodes prompts, and checks that they can run; `Engine` documents the arguments."""
+    """Encodes prompts and checks that they can run; `Engine` documents the arguments."""
 
     def __init__(self, executor: ModelExecutor, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -33,7 +33,7 @@ class PromptChecks:
             self._room = min(self._longest, capacity)
 
     def item_metadata(self, metadata: object, adapter: str | None) -> Mapping[str, Any]:
-        """Return the metadata of all batch items of a request, after checking that the executor reads it."""
+        """Return the metadata for all batch items of a request, after checking that the executor reads its keys."""
         if metadata is None:
             metadata = {}
         if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
@@ -56,7 +56,7 @@ class PromptChecks:
             raise InvalidInputError(f"prompt_embeds: a span of {embeds.longest_span} tokens, expected {expected}")
 
     def encode(self, prompt: Prompt) -> Sequence[int]:
-        """Return the token ids of a text or of messages, and anything else itself; see `Engine.encode_prompt`."""
+        """Encode a text or messages; return any other prompt unchanged; see `Engine.encode_prompt`."""
         if not is_text(prompt):
             return cast("Sequence[int]", prompt)
         tokenizer = self.tokenizer
@@ -74,7 +74,7 @@ class PromptChecks:
     def max_tokens(
         self, name: str, prompt: Sequence[int], params: SamplingParams, chunks: Iterable[tuple[int, int]] = ()
     ) -> int:
-        """Check that a request can run, alone at least; return the number of new tokens it may have.
+        """Check that a request can run, at least alone; return the number of new tokens that it may have.
 
         chunks: (start, end) of prompt tokens that must run in one step.
         """
@@ -89,7 +89,7 @@ class PromptChecks:
         room, manager = self._room, self._executor.kv_manager
         if manager is not None:
             room = min(room, manager.config.longest_with(chunks))
-        # The last new token is never run, so it takes no slot.
+        # + 1: the last new token is never run and needs no slot.
         fitting = room + 1 - len(prompt)
         max_tokens = params.max_tokens
         if max_tokens is None:
@@ -110,6 +110,6 @@ class PromptChecks:
 
 
 def is_text(prompt: Prompt) -> bool:
-    """Return whether a prompt is a text or messages, which a tokenizer encodes."""
+    """Return whether a prompt is a text or messages, which need a tokenizer."""
     is_listed = isinstance(prompt, list | tuple) and len(prompt) > 0
     return isinstance(prompt, str) or (is_listed and isinstance(prompt[0], Mapping))

@@ -1,6 +1,6 @@
-"""Selection of what a step runs: decodes first, then prompt chunks, oldest first, within a token budget.
+"""Scheduler: a step runs decodes first, then prompt chunks, oldest first, within a token budget.
 
-Either all capacity of a step is reserved, or a completion is preempted and the step is reserved without it.
+If a step's capacity cannot be reserved in full, `shrink` preempts a completion, and the step is reserved without it.
 """
 
 from __future__ import annotations
@@ -9,60 +9,59 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from time import perf_counter
 
-from paged.batch import UnifiedBatch
 from paged.errors import OutOfBlocksError
-from paged.executors.engine.batch import Rows, StepBatch, StepOutput
-from paged.executors.engine.cache_space import BlockSpace, TokenSpace
+from paged.executors.engine.cache_space import BlockSpace
 from paged.executors.engine.config import EngineConfig
 from paged.executors.engine.metrics import EngineMetrics
+from paged.executors.engine.step import DecodeGroup, EngineStep
 from paged.executors.isolation import attempt, describe, once_more, quietly, raise_exit
 from paged.executors.requests.request import Completion, State
 from paged.executors.speculation.drafting import Drafter
 
 _LOG = logging.getLogger("paged")
-_RANK = attrgetter("rank")
-# Weight of the newest measurement: the costs drift with the lengths of the sequences.
+_TURN = attrgetter("turn")
+# Weight of the newest measurement in the pacer's running means. Costs drift with the lengths of the sequences.
 _NEWEST = 0.3
-# Safety factor: plan with 80 % of a step's time limit. A measured cost is that of the chunk before, and beside other
-# work on its machine a step takes up to 1.5 times as long as planned.
+# Safety factor: use 80 % of a step's time limit, because the next chunk can take longer than the measured one.
 _MARGIN = 0.8
-# Longest wait of a step for masks that are computed elsewhere. Most arrive within 0.2 ms.
+# Longest wait of a step for token masks that are computed in another thread. Most arrive within 0.2 ms.
 _MASK_WAIT_S = 0.005
-# Most completions that read files at a time, and the longest wait of a step for them if nothing else runs.
+# Number of completions that may read files at the same time.
 _MOST_READING = 8
+# A step's longest wait for a completion that reads files, if nothing else runs.
 _FILE_WAIT_S = 0.005
-# Fewest prompt tokens that the pacer allows, so that every prompt progresses.
+# Smallest chunk that the pacer allows, so that every prompt progresses.
 _SMALLEST_CHUNK = 8
 
 
 class Scheduler:
     """Queue, running sequences and preemption.
 
-    Lower ranks run first. No waiting completion is overtaken by one of higher rank, except while it waits for files:
-    the first that does not fit holds up the others, so none starves. After a preemption, or when the first does not
-    fit, nothing is admitted until something has finished.
+    Earlier turns run first. A waiting completion is never overtaken by a later turn, unless it waits for files.
+    Therefore the first completion that does not fit blocks all behind it, and none starves. After a preemption, or when
+    the first does not fit, none is admitted until a running completion has finished.
 
     Args:
-        drafter: drafts for sequences that decode, or None.
-        ask_for_tokens: lets the executor choose the tokens of completions if it can; None if logits are cheaper.
-        decode_cost: most tokens of a decoding sequence: 1 and its drafts.
-        prompt_rows: most prompt tokens of a step with logits for each.
+        drafter: drafts tokens for decoding sequences, or None.
+        ask_for_tokens: makes the executor choose the tokens of completions if it can; None if logits are cheaper.
+        decode_cost: maximum number of tokens of a decoding sequence in a step: 1 plus its drafts.
+        prompt_rows: maximum number of prompt tokens in a step that have logits.
 
     Attributes:
-        awaits_masks: whether the last plan left out decodes whose masks had not arrived.
-        awaits_files: whether the last plan admitted nothing because blocks are to come from files.
-        refused: completions that cannot run, with the reason; the caller ends them and empties the list.
+        awaits_masks: whether the last step left out decodes whose masks had not arrived.
+        awaits_files: whether the last step admitted none because blocks are being read from files.
+        refused: (completion, reason) of completions that cannot run. The caller ends them and empties the list.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        space: BlockSpace | TokenSpace,
+        space: BlockSpace,
         metrics: EngineMetrics,
         drafter: Drafter | None = None,
         ask_for_tokens: Callable[[list[Completion]], None] | None = None,
@@ -80,87 +79,130 @@ class Scheduler:
         self._drafter = drafter
         self._ask_for_tokens = ask_for_tokens
         self.refused: list[tuple[Completion, str]] = []
-        self._rows: Rows | None = None
-        self._masked: set[Completion] = set()  # those whose masks are computed elsewhere
+        self._group: DecodeGroup | None = None
+        self._masked: set[Completion] = set()  # completions whose masks are computed in another thread
         self._decode_cost = decode_cost
         self._prompt_rows = prompt_rows
         self._is_full = self._has_begun = False
-        self._num_unpublished = 0  # steps
+        self._budget = _Budget(0, 0, 0)
+        self._num_missing, self._shortage = 0, ""  # blocks that the last `reserve` lacked, and its error
+        self._num_unpublished = 0  # steps since the last `publish`
         self.awaits_masks = self.awaits_files = False
 
     @property
     def num_running(self) -> int:
-        """Completions that hold cache on the device."""
+        """Number of completions that hold cache on the device."""
         return len(self.prefilling) + len(self.decoding)
 
     @property
     def num_swapped(self) -> int:
-        """Completions of the queue whose K/V are in host memory."""
+        """Number of completions in the queue whose K/V are in host memory."""
         return sum(completion.is_swapped for completion in self.waiting)
 
     def add(self, completion: Completion) -> None:
         """Queue a completion."""
         completion.state = State.WAITING
         self._note_mask(completion)
-        insort(self.waiting, completion, key=_RANK)
+        insort(self.waiting, completion, key=_TURN)
 
     def add_decoding(self, completion: Completion) -> None:
-        """Start decoding a completion that holds the K/V of its prompt already, as a fork does."""
+        """Start decoding a completion that already holds its prompt's K/V, such as a fork."""
         completion.state = State.DECODE
         self._note_mask(completion)
         self.decoding.append(completion)
-        self._rows = None
+        self._group = None
 
     def _note_mask(self, completion: Completion) -> None:
         if completion.awaited_mask is not None:
             self._masked.add(completion)
 
-    def rows_of(self, completions: list[Completion]) -> Rows:
-        """Return the rows of completions that decode; they persist until a completion joins or leaves."""
-        rows = self._rows
-        if rows is None or rows.completions != completions:
-            rows = self._rows = Rows(completions)
-        return rows
+    def group_of(self, completions: list[Completion]) -> DecodeGroup:
+        """Return the group of decoding completions. It is reused until a completion joins or leaves."""
+        group = self._group
+        if group is None or group.completions != completions:
+            group = self._group = DecodeGroup(completions)
+        return group
 
-    def drop_rows(self) -> None:
-        """Make rows anew in the next step, as these may be sampled in parts."""
-        self._rows = None
+    def drop_group(self) -> None:
+        """Make a new group in the next step, because the current one may be sampled in parts."""
+        self._group = None
 
-    def are_current(self, rows: Rows) -> bool:
-        """Return whether no completion has joined or left since these rows were made: then none of them has ended."""
-        return rows is self._rows
+    def current_group(self, completions: list[Completion]) -> DecodeGroup | None:
+        """Return the group of these completions; None if one has joined or left since it was made."""
+        if self._group is not None and self._group.completions == completions:
+            return self._group
+        return None
 
-    def schedule(self, in_flight: StepOutput | None) -> StepBatch | None:
-        """Plan the next step and reserve its capacity; None if nothing can run.
+    def plan(self, *, is_ahead: bool) -> EngineStep | None:
+        """Choose the next step, with its drafts; return None if no completion can run.
 
-        in_flight: the step whose tokens are not known yet. Until they are, nothing is preempted or refused; completions
-        that cannot run are planned again in the next step.
+        is_ahead: whether the tokens of the step before are not known yet. If not, blocks are freed until a completion
+            can run, or the first one of the queue is refused.
         """
         while not self.refused:
-            step = self.plan()
-            if step.decodes or step.chunks:
-                if self._reserve(step, in_flight):
-                    return step
-                if in_flight is not None:
-                    return None
-            elif in_flight is not None:
+            step = self.next_step()
+            if step.completions:
+                if self._drafter is not None and step.num_decodes:
+                    step.drafts = self._drafter.draft(step.decodes)
+                if step.drafts is not None:
+                    self._metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
+                return step
+            if is_ahead:
                 return None
-            elif not self.prefilling or not self.make_room():
+            if not self.prefilling or not self.make_room():
                 self._refuse_first()
                 return None
         return None
 
+    def reserve(self, step: EngineStep, last: EngineStep | None) -> bool:
+        """Set the tokens of a step and reserve their capacity; return False if blocks are short.
+
+        last: the step before if its tokens are not known yet.
+        """
+        self._fill(step, last)
+        try:
+            if step.only_decodes:
+                self._space.manager.reserve_for(step)
+            else:
+                self._space.reserve(step)
+        except OutOfBlocksError as error:
+            self._num_missing, self._shortage = error.needed, describe(error)
+            return False
+        if step.runs_apart:  # each completion reserves again; this has checked that all fit
+            step.rollback()
+        return True
+
+    def shrink(self, step: EngineStep) -> EngineStep | None:
+        """Free blocks after `reserve` has returned False: the drafts' if there are any, else those of the last turn.
+
+        Return what is left of the step, or another step if nothing is; None if no blocks can be freed. The completions
+        are then refused.
+        """
+        if step.drafts is not None:
+            step.drafts = None
+            for completion in step.decodes:
+                completion.follow()
+            return step
+        if not self.make_room(self._num_missing):
+            for completion in step.completions:
+                self.refused.append((completion, self._shortage))
+            return None
+        step.drop_preempted()  # no new drafts, which would take the blocks again
+        if step.completions:
+            return step
+        return self.plan(is_ahead=False)
+
     def publish(self) -> None:
-        """Count a step, and publish the blocks that its decodes and those before it have filled, if it is time."""
+        """Count a step; at the interval of `publish_every`, publish the blocks that decodes have filled."""
         self._num_unpublished += 1
         if self._num_unpublished >= self._space.publish_every:
             self._num_unpublished = 0
             self._space.publish(self.decoding)
 
     def make_room(self, num_needed: int = 1) -> bool:
-        """Free blocks: first those of drafts, then those of the completion that ranks last; False if there are none.
+        """Free the blocks of drafts, else preempt the completion whose turn is last; return False if there is none.
 
-        num_needed: the missing blocks, for the log.
+        num_needed: number of missing blocks, for the log.
         """
         if self._drafter is not None and self._drafter.make_room():
             return True
@@ -169,7 +211,7 @@ class Scheduler:
         if victim is None:
             return False
         kind = "swap" if victim.is_swapped else "recompute"
-        # Once as a warning: a cache that is too small preempts at every step.
+        # Warn once only, because a cache that is too small preempts in every step.
         level = logging.DEBUG if self._metrics.preempted.total() else logging.WARNING
         blocks = "1 block" if num_needed == 1 else f"{num_needed} blocks"
         reason = f"needs {blocks}, {free} free"
@@ -185,109 +227,61 @@ class Scheduler:
         return True
 
     def _refuse_first(self) -> None:
-        """Refuse the first of the queue if nothing runs and nothing can make room for it."""
+        """Refuse the first completion of the queue if nothing runs and no blocks can be freed for it."""
         if self.awaits_masks or self.awaits_files or self.refused or not self.waiting or self.preempt() is not None:
             return
         reason = "the cache has no room for it, and no request here holds any"
         self.refused.append((self.waiting[0], reason))
 
-    def _reserve(self, step: StepBatch, in_flight: StepOutput | None) -> bool:
-        """Reserve the capacity of a step, without completions preempted for it; return whether any remains to run."""
-        if self._drafter is not None and step.decodes:
-            step.drafts = self._drafter.draft(step.decodes)
-            if step.drafts is not None:
-                self._metrics.draft_tokens += sum(map(len, step.drafts.token_ids))
-        while step.decodes or step.chunks:
-            try:
-                self._make_batch(step, in_flight)
-                return True
-            except OutOfBlocksError as error:
-                if in_flight is not None:
-                    return False
-                if step.drafts is not None:  # run without drafts
-                    for completion in step.decodes:
-                        completion.follow()
-                    step.drafts = None
-                    continue
-                if not self.make_room(error.needed):
-                    reason = describe(error)
-                    for completion in [*step.decodes, *step.chunks]:
-                        self.refused.append((completion, reason))
-                    return False
-                step.drop_preempted()  # without new drafts, which would take the blocks again
-            except BaseException as error:  # of one completion; each then reserves its capacity alone
-                raise_exit(error)
-                self._metrics.failed_forwards += 1
-                if in_flight is not None:
-                    return False
-                if step.drafts is None:
-                    for completion in step.decodes:
-                        completion.follow()
-                step.completions = [*step.decodes, *step.chunks]
-                step.batch = step.rows = None
-                return True
-        return False
-
-    def _make_batch(self, step: StepBatch, in_flight: StepOutput | None) -> None:
-        """Make the batch of a step, with its capacity.
-
-        Raises:
-            OutOfBlocksError: the cache has too few free blocks.
-        """
-        step.is_ahead = in_flight is not None
-        decodes = step.decodes
-        runs_apart = self._config.batch_invariant and self._space.runs_apart([*decodes, *step.chunks])
-        takes_rows = self._space.takes_rows and not runs_apart
-        if not step.chunks and step.drafts is None and takes_rows and self._ask_for_tokens is None:
-            rows = self.rows_of(decodes)
+    def _fill(self, step: EngineStep, last: EngineStep | None) -> None:
+        """Set the sequences and tokens of a step from its completions; `last` as in `reserve`."""
+        space, completions = self._space, step.completions
+        step.device = space.device
+        if self._config.batch_invariant:
+            step.is_invariant = space.is_invariant
+            step.runs_apart = space.runs_apart(completions)
+        takes_group = not (space.executor.takes_items or step.runs_apart) and self._ask_for_tokens is None
+        if takes_group and step.num_prefill_tokens == 0 and step.drafts is None:
+            group = self.group_of(completions)
             newest = None
-            if in_flight is not None:
-                newest = in_flight.newest_of(decodes, self._space.device)
-            if rows.takes_batches and (newest is not None or in_flight is None):
-                assert self._space.manager is not None
-                step.batch = rows.next_batch(
-                    self._space.manager, self._space.device, newest, is_invariant=self._space.is_invariant
-                )
-                step.completions, step.rows = decodes, rows
+            if last is not None:
+                newest = last.newest_of(completions, space.device)
+            if group.fills_steps and (newest is not None or last is None):
+                group.fill(step, newest)
                 return
         if step.drafts is None:
-            for completion in decodes:
+            for completion in step.decodes:
                 completion.follow()
-        completions = [*decodes, *step.chunks]
         device_ids = None
-        if in_flight is not None:
-            late = [completion for completion in decodes if completion.is_behind]
+        if last is not None:
+            late = [completion for completion in step.decodes if completion.is_behind]
             known = [completion for completion in completions if not completion.is_behind]
             completions = [*late, *known]
             if late:
-                device_ids = in_flight.newest_of(late, self._space.device)
+                device_ids = last.newest_of(late, space.device)
         if self._ask_for_tokens is not None and step.drafts is None:
             self._ask_for_tokens(completions)
-        batch: UnifiedBatch | None = self._space.reserve(completions, device_ids)
-        if runs_apart:  # each is a forward of its own; this reservation checked that all fit
-            if batch is not None and batch.prepared is not None:
-                batch.prepared.rollback()
-            batch = None
-        step.completions, step.batch, step.rows = completions, batch, None
+        step.take_chunks(completions, device_ids)
 
-    def plan(self) -> StepBatch:
-        """Plan the next step, and admit what fits."""
+    def next_step(self) -> EngineStep:
+        """Choose the next step and admit completions that fit."""
         config = self._config
         decodes = self._next_decodes()
-        tokens_left = config.token_budget - len(decodes) * self._decode_cost
+        step = EngineStep(completions=decodes, num_decodes=len(decodes))
+        tokens_left = config.token_budget - step.num_decodes * self._decode_cost
         if decodes and self.pacer is not None:
             tokens_left = min(tokens_left, self.pacer.max_prefill_tokens)
         max_chunk = min(tokens_left, config.chunk_size or tokens_left)
-        step = StepBatch(decodes, tokens_left, max_chunk, self._prompt_rows)
+        budget = self._budget = _Budget(tokens_left, max_chunk, self._prompt_rows)
         self._has_begun = self.awaits_files = False
         index = 0
-        while step.tokens_left > 0:
+        while budget.tokens_left > 0:
             if index == len(self.prefilling):
-                if not self.waiting or not self._admit_next(step.tokens_left):
+                if not self.waiting or not self._admit_next(budget.tokens_left):
                     break
-                if index == len(self.prefilling):  # the admitted one was swapped in, and decodes
-                    step.decodes.append(self.decoding[-1])
-                    step.tokens_left -= self._decode_cost
+                if index == len(self.prefilling):  # the admitted completion was swapped in and decodes
+                    step.add_decode(self.decoding[-1])
+                    budget.tokens_left -= self._decode_cost
                     continue
             completion = self.prefilling[index]
             index += 1
@@ -298,10 +292,10 @@ class Scheduler:
         return step
 
     def _next_decodes(self) -> list[Completion]:
-        """Return the decodes of the next step, as many as the budget allows; the others run in the steps after it."""
-        rows = self._rows
-        if rows is not None and rows.steps_left > 0 and rows.completions == self.decoding:
-            unfinished = self.decoding.copy()  # no loop: none of them has all its tokens
+        """Return the decodes of the next step, as many as the budget allows; the others run in later steps."""
+        group = self._group
+        if group is not None and group.steps_left > 0 and group.completions == self.decoding:
+            unfinished = self.decoding.copy()  # fast path: no completion has all its tokens yet
         else:
             unfinished = [completion for completion in self.decoding if completion.num_sampled < completion.max_tokens]
         decodes = unfinished
@@ -312,79 +306,84 @@ class Scheduler:
             decodes = [completion for completion in unfinished if completion.has_mask(deadline, is_alone=True)]
         self.awaits_masks = len(decodes) < len(unfinished)
         max_decodes = max(self._config.token_budget // self._decode_cost, 1)
-        if len(decodes) > max_decodes:  # take turns: those that run now go last
+        if len(decodes) > max_decodes:  # take turns: the decodes of this step go to the end of the list
             decodes = decodes[:max_decodes]
             running = set(decodes)
             resting = [completion for completion in self.decoding if completion not in running]
             self.decoding = resting + decodes
         return decodes
 
-    def _add_fixed_chunk(self, completion: Completion, step: StepBatch) -> None:
-        """Add the next chunk of a prompt under `batch_invariant`, whose size depends on its request alone."""
-        count = completion.fixed_chunk
-        if step.chunks and (count > step.tokens_left or completion.wants_prompt_rows):
-            step.close()  # the next step begins with it
+    def _add_fixed_chunk(self, completion: Completion, step: EngineStep) -> None:
+        """Add the next chunk of a prompt under `batch_invariant`; its size depends only on its request."""
+        budget, count = self._budget, completion.fixed_chunk
+        if step.num_prefill_tokens and (count > budget.tokens_left or completion.wants_prompt_rows):
+            budget.close()  # it does not fit; the next step begins with it
         elif self._fitting(completion, count, step) < count and self.num_running > 1:
-            step.close()
+            budget.close()
         else:
-            step.add_chunk(completion, count)
+            self._add_tokens(completion, count, step)
 
-    def _add_chunk(self, completion: Completion, step: StepBatch) -> None:
-        """Add as many of a prompt's next tokens as fit. If blocks are short, close the plan: nothing overtakes it."""
-        config = self._config
-        max_count = min(completion.num_to_prefill, step.tokens_left, config.chunk_size or step.tokens_left)
+    def _add_chunk(self, completion: Completion, step: EngineStep) -> None:
+        """Add the prompt's next tokens that fit. If blocks are short, close the step, so that no other overtakes it."""
+        config, budget = self._config, self._budget
+        max_count = min(completion.num_to_prefill, budget.tokens_left, config.chunk_size or budget.tokens_left)
         num_fitting = self._fitting(completion, max_count, step)
         if num_fitting == 0:
-            step.close()
+            budget.close()
             return
         count = num_fitting
         if completion.wants_prompt_rows:
-            count = min(count, step.prompt_rows_left)
-            step.prompt_rows_left -= count
+            count = min(count, budget.prompt_rows_left)
+            budget.prompt_rows_left -= count
         num_uncut = completion.whole_spans(count)
-        if num_uncut > count:  # above the pacer's limit or chunk_size; allowed within the token budget
-            budget_left = config.token_budget - self._decode_cost * len(step.decodes) - step.num_prefill_tokens
+        if num_uncut > count:  # a span may exceed the pacer's limit and chunk_size, but not the token budget
+            budget_left = config.token_budget - self._decode_cost * step.num_decodes - step.num_prefill_tokens
             lacks_blocks = self._fitting(completion, num_uncut, step) < num_uncut and self.num_running > 1
             if lacks_blocks or num_uncut > budget_left:
-                step.close()
+                budget.close()
                 return
         if num_uncut == 0:
             return
-        # If blocks are short beside other sequences, wait rather than leave the grid.
-        may_wait = step.decodes or step.chunks or (num_fitting < max_count and self.num_running > 1)
-        max_chunk = step.max_chunk if may_wait else 0
+        # If other sequences can make progress, let this one wait rather than end its chunk between two multiples of
+        # SCAN_CHUNK, where recurrent layers cannot keep their state for other prompts.
+        may_wait = step.completions or (num_fitting < max_count and self.num_running > 1)
+        max_chunk = budget.max_chunk if may_wait else 0
         count = self._space.chunk(completion, num_uncut, max_chunk=max_chunk)
         if count:
-            step.add_chunk(completion, count)
+            self._add_tokens(completion, count, step)
 
-    def _fitting(self, completion: Completion, count: int, step: StepBatch) -> int:
-        """Return how many of the next `count` prompt tokens have free blocks; at least 1 if nothing else runs."""
-        planned = [(decode, self._decode_cost) for decode in step.decodes]
-        planned += [(prefill, len(prefill.chunk)) for prefill in step.chunks]
-        num_fitting = self._space.fitting(completion, count, planned)
+    def _add_tokens(self, completion: Completion, count: int, step: EngineStep) -> None:
+        step.add_chunk(completion, count)
+        self._budget.tokens_left -= count
+
+    def _fitting(self, completion: Completion, count: int, step: EngineStep) -> int:
+        """Return how many of the next `count` prompt tokens have free blocks, at least 1 if nothing else runs."""
+        scheduled = [(decode, self._decode_cost) for decode in step.decodes]
+        scheduled += [(prefill, len(prefill.chunk)) for prefill in step.chunks]
+        num_fitting = self._space.fitting(completion, count, scheduled)
         if self.num_running == 1:
             num_fitting = max(num_fitting, 1)
         return num_fitting
 
     def to_decoding(self, completion: Completion) -> None:
-        """Start decoding a completion whose prompt is done."""
+        """Start decoding a completion whose prompt has run."""
         self.prefilling.remove(completion)
         self.add_decoding(completion)
 
     def remove(self, completion: Completion) -> None:
-        """Remove a finished completion and free what it holds."""
+        """Remove a finished completion and free its cache."""
         self._leave(completion)
         completion.state = State.FINISHED
         self._masked.discard(completion)
         self._is_full = False
-        for _ in range(2):  # a second time, as the first may have failed halfway; else it does nothing
+        for _ in range(2):  # twice, because the first call may fail halfway; otherwise the second does nothing
             quietly(self._space.release, completion)
 
     def preempt(self) -> Completion | None:
-        """Preempt the running completion that ranks last, and queue it again.
+        """Preempt the running completion whose turn is last, queue it again, and return it.
 
-        If only one runs, the last of the swapped-out completions loses the shared blocks that it holds on the device.
-        None if there is no such completion either.
+        If only one runs, the last swapped-out completion instead loses the shared blocks that it holds on the device.
+        Return None if there is no such completion either.
         """
         running = self.prefilling + self.decoding
         victims = running
@@ -392,7 +391,7 @@ class Scheduler:
             victims = [completion for completion in self.waiting if completion.is_swapped]
         if not victims:
             return None
-        victim = max(victims, key=_RANK)
+        victim = max(victims, key=_TURN)
         self._space.publish([victim])
         was_swapped = victim.is_swapped
         self._leave(victim)
@@ -405,7 +404,7 @@ class Scheduler:
         return victim
 
     def preempt_all(self) -> None:
-        """Drop the K/V of all completions, and queue those that held some again."""
+        """Drop the K/V of all completions; queue the running completions again."""
         swapped = [completion for completion in self.waiting if completion.is_swapped]
         for completion in [*self.prefilling, *self.decoding, *swapped]:
             self._leave(completion)
@@ -419,15 +418,15 @@ class Scheduler:
         self.add(completion)
 
     def _admit_next(self, tokens_left: int) -> bool:
-        """Admit the first of the queue if it fits the cache; one that decodes at once must fit the budget, too."""
+        """Admit the first completion of the queue if it fits the cache and, if it decodes at once, the budget."""
         while self.waiting and not (self._is_full and self.num_running):
             first = self._first_to_admit()
             if first is None:
                 return False
-            if not self._has_slot(first) or (first.is_decoding and tokens_left < self._decode_cost):
+            if not self._may_run(first) or (first.is_decoding and tokens_left < self._decode_cost):
                 return False
             if not self._has_begun:
-                self._space.publish(self.decoding)  # it may begin with blocks that they have filled
+                self._space.publish(self.decoding)  # the prompt of `first` may begin with blocks of decodes
                 self._space.begin(self.prefilling + self.decoding)
                 self._has_begun = True
             is_alone = self.num_running == 0
@@ -436,14 +435,14 @@ class Scheduler:
             except BaseException as error:
                 raise_exit(error)
                 self.refused.append((first, describe(error)))
-                self._leave(first)  # so that those behind it do not wait
+                self._leave(first)  # so that the completions behind it do not wait
                 continue
             if not is_admitted:
                 self._is_full = True
                 return False
             self._leave(first)
             if first.is_decoding:
-                first.tokens = first.tokens[: first.cached]  # the newest runs as a decode
+                first.tokens = first.tokens[: first.cached]  # the newest token runs as a decode
                 self.add_decoding(first)
             else:
                 first.state = State.PREFILL
@@ -452,39 +451,58 @@ class Scheduler:
         return False
 
     def _first_to_admit(self) -> Completion | None:
-        """Return the first of the queue for which no blocks are to come from files, None if that is soon."""
+        """Return the first completion of the queue that does not wait for files; None if all must wait."""
         for completion in self.waiting[:_MOST_READING]:
             if not self._space.is_reading(completion, 0.0):
                 return completion
-        # If nothing else runs, the step waits here, so that its caller does not spin.
+        # If nothing else runs, wait here, so that the caller does not spin.
         wait_s = 0.0 if self.num_running else _FILE_WAIT_S
         self.awaits_files = self._space.is_reading(self.waiting[0], wait_s)
         return None if self.awaits_files else self.waiting[0]
 
-    def _has_slot(self, completion: Completion) -> bool:
-        """Return whether it may run beside the others, counting all forks to come."""
+    def _may_run(self, completion: Completion) -> bool:
+        """Return whether `max_num_seqs` allows a completion with all its future forks."""
         running = len(self.decoding) + sum(completion.num_sequences for completion in self.prefilling)
         return running == 0 or running + completion.num_sequences <= self._config.max_num_seqs
 
     def _leave(self, completion: Completion) -> None:
-        """Remove it from the list it is in, if any."""
-        self._rows = None
-        if completion.state is State.WAITING:  # by its rank: a queue may hold 40,000
-            index = bisect_left(self.waiting, completion.rank, key=_RANK)
+        """Remove a completion from its list, if any."""
+        self._group = None
+        if completion.state is State.WAITING:  # search by turn, because a queue may hold 40,000
+            index = bisect_left(self.waiting, completion.turn, key=_TURN)
             if self.waiting[index : index + 1] == [completion]:
                 del self.waiting[index]
         elif completion.state is not State.FINISHED:
             running = self.prefilling if completion.state is State.PREFILL else self.decoding
-            with suppress(ValueError):  # an error while it changed lists leaves it in none
+            with suppress(ValueError):  # after an error while it moved between lists, it is in none
                 running.remove(completion)
 
 
+@dataclass
+class _Budget:
+    """Prompt tokens that may still join a step.
+
+    Attributes:
+        tokens_left: number of prompt tokens; 0 after `close`.
+        max_chunk: largest number of prompt tokens of one completion.
+        prompt_rows_left: number of prompt tokens whose logits may be requested.
+    """
+
+    tokens_left: int
+    max_chunk: int
+    prompt_rows_left: int
+
+    def close(self) -> None:
+        """Let no more prompt tokens join."""
+        self.tokens_left = 0
+
+
 class StepPacer:
-    """Learns from step times the time of a step without prompts, and the time that a prompt token adds.
+    """Limits prompt tokens per step, by the measured time of a step without prompts and of a prompt token.
 
     Args:
-        stretch: a step takes at most this many times as long as one without prompt tokens, unless 8 of them take
-            longer.
+        stretch: maximum time of a step as a multiple of a step without prompt tokens. A chunk of 8 tokens is
+            always allowed.
     """
 
     def __init__(self, stretch: float) -> None:
@@ -495,21 +513,22 @@ class StepPacer:
 
     @property
     def max_prefill_tokens(self) -> int:
-        """Prompt tokens that the next step may run; at most twice the largest number that was measured."""
+        """Maximum number of prompt tokens for the next step; at most twice the largest measured number."""
         if self._steady is None:
-            return 0  # one step of decodes tells
+            return 0  # first measure a step of decodes
         if self._per_token is None:
             return _SMALLEST_CHUNK
         spare = (self._stretch * _MARGIN - 1) * self._steady
         return max(_SMALLEST_CHUNK, min(int(spare / self._per_token), 2 * self._largest))
 
     def observe(self, seconds: float, num_prefill_tokens: int) -> None:
-        """Record that a step with decodes took `seconds`."""
+        """Note that a step with decodes took `seconds`."""
         if num_prefill_tokens == 0:
             self._steady = _blend(self._steady, seconds)
         elif self._steady is not None:
             cost = max(seconds - self._steady, 0.01 * self._steady) / num_prefill_tokens
-            # A cost that rises counts at once, one that falls slowly: the limit is for every step, not for the mean.
+            # A higher cost counts at once, a lower cost slowly, because the limit holds for every step, not for the
+            # mean.
             if self._per_token is None or cost > self._per_token:
                 self._per_token = cost
             else:

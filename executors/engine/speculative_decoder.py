@@ -1,4 +1,4 @@
-"""An engine that verifies drafts from a draft model, from the target's draft head or from n-grams of the text."""
+"""Engine with speculative decoding by a draft model, the target's draft head, or n-grams of the text."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from paged.executors.text.detokenizer import Tokenizer
 
 
 class SpeculativeDecoder(Engine):
-    """An engine with speculative decoding: drafts come from a draft model or, without one, from the text itself.
+    """Engine with speculative decoding: drafts come from a draft model, a draft head or the text itself.
 
-    A step verifies the drafts of all sequences in one forward of the target. Greedy output is that of the target;
-    sampled output has its distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts. The
-    arguments that are not listed are those of `Engine`.
+    A step verifies the drafts of all sequences in one forward of the target. Greedy output equals the target's; sampled
+    output has the target's distribution (see `rejection_sample`). `metrics` counts proposed and accepted drafts. For
+    all other arguments see `Engine`.
 
     Args:
-        target: executor of the model whose output is wanted.
-        draft: executor of the draft model. None takes the draft head that the target was loaded with, else looks up
-            n-grams of the text (`PromptLookup`).
-        num_draft_tokens: most drafts for a sequence in a step.
-        max_ngram: longest n-gram to look up.
+        target: executor of the target model, which determines the output.
+        draft: executor of the draft model. None takes the draft head that the target was loaded with, or without a
+            head, n-grams of the text (`PromptLookup`).
+        num_draft_tokens: maximum number of drafts for a sequence in a step.
+        max_ngram: length of the longest n-gram to look up.
 
     Raises:
         InvalidInputError: a number is not positive, the vocabularies differ, or the token budget is too small.
-        UnsupportedError: one of the executors cannot roll tokens back, or the draft's has no cache manager.
+        UnsupportedError: an executor cannot roll tokens back, or the draft executor has no cache manager.
     """
 
     def __init__(
@@ -56,5 +56,5 @@ class SpeculativeDecoder(Engine):
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of proposed drafts that were accepted; 0 before the first."""
+        """Fraction of proposed drafts that were accepted; 0 before the first draft."""
         return self.metrics.accepted_tokens / max(self.metrics.draft_tokens, 1)

@@ -1,4 +1,4 @@
-"""The ranks other than 0: they repeat the steps of rank 0."""
+"""Ranks other than 0, which repeat the steps of rank 0."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.fingerprint import checkpoint_parts
 from paged.models.weight_update import Source, read_new_weights, replace_weights
 
-# Moves of blocks that rank 0's cache sends, and calls of `FollowerFiles`.
-_MOVES = ("clear", "copy", "swap_in", "swap_out", "swap_in_states", "swap_out_states")
+# Block moves of rank 0's cache that every rank repeats, by method name.
+_MOVES = ("clear", "copy", "swap_in", "swap_out")
+# Methods of `FollowerFiles` that rank 0 calls.
 _FILE_CALLS = ("read_files", "keep_files", "drop_files", "write_files")
 
 
@@ -32,7 +33,7 @@ def follow(model: PagedCausalLM) -> None:
     channel, manager = Channel(model.ranks), model.kv_manager
     files: FollowerFiles | None = None
     if manager.files is not None:
-        files = FollowerFiles(manager.files, manager.tensors, len(manager.config.tables))
+        files = FollowerFiles(manager.files, manager.tensors)
     try:
         with torch.no_grad():
             while _obey(model, files, channel, *channel.receive()):
@@ -48,7 +49,7 @@ def follow(model: PagedCausalLM) -> None:
 
 
 def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception | None:
-    """Load an adapter on all ranks or on none; return the error if it is none."""
+    """Load an adapter on all ranks or on none; return the error, if any."""
     failure: Exception | None = None
     is_first, is_loaded = False, False
     try:
@@ -69,12 +70,12 @@ def load_adapter(model: PagedCausalLM, name: str, path: str | Path) -> Exception
             model.adapters.unload(name)
         return error
     if is_first:
-        model.prepare_adapters()
+        model.warm_up_adapters()
     return None
 
 
 def update_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) -> Exception | None:
-    """Replace the weights on all ranks or on none; return the error if it is none."""
+    """Replace the weights on all ranks or on none; return the error, if any."""
     failure: Exception | None = None
     try:
         new = read_new_weights(model, source, check_finite=check_finite)
@@ -99,13 +100,13 @@ def update_weights(model: PagedCausalLM, source: Source, *, check_finite: bool) 
 
 
 def wake(model: PagedCausalLM) -> None:
-    """Take the device memory of a model that sleeps at level 1 again."""
+    """Allocate the device memory of a model asleep at level 1 again."""
     model.memory.restore()
     model.memory.resume()
 
 
 def _failed(model: PagedCausalLM, failure: Exception | None) -> list[int]:
-    """Return the ranks that have failed."""
+    """Return the ranks on which the call failed."""
     flags = model.ranks.compare(torch.tensor([int(failure is not None)]))
     return [rank for rank, flag in enumerate(flags) if flag]
 
@@ -117,16 +118,16 @@ def _text(word: NDArray[Any]) -> str:
 def _obey(
     model: PagedCausalLM, files: FollowerFiles | None, channel: Channel, kind: Kind, arrays: list[NDArray[Any]]
 ) -> bool:
-    """Run the work of a message; return whether another message follows."""
+    """Run the work of a message; return whether more messages follow."""
     ranks = model.ranks
     if kind is Kind.STEP:
         message = StepMessage.read(arrays, model.device)
         if message.num_device_ids:
             ids = torch.empty(message.num_device_ids, dtype=torch.int64, device=model.device)
             message.step.device_ids = ranks.broadcast(ids, on_device=True)
-        step, slots = message.step, message.row_slots
-        shape = model.graphs.shape_of(step, is_adapted=slots is not None)
-        rows = model.run_step(step, shape, slots)
+        step, row_adapters = message.step, message.row_adapters
+        shape = model.graphs.shape_of(step, is_adapted=row_adapters is not None)
+        rows = model.run_step(step, shape, row_adapters)
         if message.draws is not None:
             model.draw(rows, message.draws)
         elif not step.returns_hidden:
@@ -135,17 +136,15 @@ def _obey(
         name = _text(arrays[0])
         assert name in _MOVES + _FILE_CALLS
         owner: Any = model.kv_manager.tensors
-        if name.endswith("_states"):
-            owner = owner.states
-        elif name in _FILE_CALLS:
+        if name in _FILE_CALLS:
             owner = files
         arguments = [array.tolist() for array in arrays[1:]]
-        getattr(owner, name.removesuffix("_states"))(*arguments)
+        getattr(owner, name)(*arguments)
     elif kind is Kind.COMPARE_READ:
         assert files is not None
         number, is_late = arrays[0].tolist()
         ranks.compare(torch.from_numpy(files.progress(number, is_late=bool(is_late))))
-    elif kind is Kind.PREPARE:
+    elif kind is Kind.WARM_UP:
         model.prepare()
     elif kind is Kind.LOAD_LORA:
         adapter, path = arrays

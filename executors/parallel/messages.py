@@ -14,17 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import CapturedStates
-from paged.forward_step import ForwardStep
-from paged.metadata import HostMetadata
 from paged.models.logits_policy import Draws
 from paged.models.parallel.ranks import Ranks
-from paged.step_embeds import StepEmbeds
+from paged.step.batch import CapturedStates
+from paged.step.embeds import StepEmbeds
+from paged.step.step import Step
 
-# Bytes of the first broadcast: they hold a decode step of 64 sequences with 40 blocks each. Over 10 Gb/s it takes
-# 13 us; a second broadcast adds a round trip.
+# Bytes of the first broadcast, enough for common decode steps, see limits.md. Larger messages need a second broadcast.
 _FIRST_BYTES = 1 << 14
-# Bytes for the size of the message and of its array layouts, which follow.
+# Header of a message: bytes of the message with this header, and bytes of the array layouts, which come next.
 _SIZES = struct.Struct("=qq")
 
 
@@ -33,7 +31,7 @@ class Kind(IntEnum):
 
     STEP = 0
     MOVE_BLOCKS = 1
-    PREPARE = 2
+    WARM_UP = 2
     LOAD_LORA = 3
     UNLOAD_LORA = 4
     UPDATE_WEIGHTS = 5
@@ -45,9 +43,9 @@ class Kind(IntEnum):
 
 
 class Channel:
-    """Messages from rank 0 to the other ranks; each `send` there needs a `receive` on every other rank.
+    """Channel from rank 0 to the other ranks. Each `send` needs a `receive` on every other rank.
 
-    state: int64 [2], the number of messages and a checksum of all their bytes: the same on every rank.
+    state: int64 [2], number of messages and checksum of all their bytes, equal on every rank.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -94,7 +92,7 @@ class Channel:
 
 
 class _Numbers(NamedTuple):
-    """The numbers and flags of a step's message, its first array."""
+    """Numbers and flags of a step, sent as the first array."""
 
     max_seqlen_q: int
     max_seqlen_k: int
@@ -110,72 +108,67 @@ class _Numbers(NamedTuple):
 
 
 class StepMessage(NamedTuple):
-    """A step, the adapter slot of each row or None, and the draws from its logits, or None for the logits.
+    """Message of a step: adapter of each row or None, draws from its logits or None for logits.
 
-    num_device_ids: number of first tokens that only the device of rank 0 knows.
+    num_device_ids: number of leading tokens that only rank 0's device knows.
     """
 
-    step: ForwardStep
-    row_slots: NDArray[np.int32] | None
+    step: Step
+    row_adapters: NDArray[np.int32] | None
     draws: Draws | None
     num_device_ids: int
 
     def arrays(self) -> list[NDArray[Any]]:
         """Return the message as arrays."""
-        step, host, slots = self.step, self.step.host, self.row_slots
+        step, row_adapters = self.step, self.row_adapters
         numbers = _Numbers(
-            max_seqlen_q=host.max_seqlen_q,
-            max_seqlen_k=host.max_seqlen_k,
+            max_seqlen_q=step.max_seqlen_q,
+            max_seqlen_k=step.max_seqlen_k,
             num_device_ids=self.num_device_ids,
-            num_states=len(host.states),
-            max_append=host.max_append,
-            is_adapted=slots is not None,
+            num_states=len(step.states),
+            max_append=step.max_append,
+            is_adapted=row_adapters is not None,
             is_drawn=self.draws is not None,
             returns_hidden=step.returns_hidden,
             is_captured=step.captured is not None,
             has_embeds=step.embeds is not None,
             is_invariant=step.is_invariant,
         )
-        rows = np.empty(0, np.int32) if slots is None else slots
+        adapters = np.empty(0, np.int32) if row_adapters is None else row_adapters
         draws = self.draws or Draws.of([])
         embeds = []
         if step.embeds is not None:
             embeds = step.embeds.arrays()
-        return [np.array(numbers, np.int64), step.token_ids, step.row_ids, rows, *draws, *host.arrays, *embeds]
+        return [np.array(numbers, np.int64), step.token_ids, step.row_ids, adapters, *draws, *step.arrays, *embeds]
 
     @classmethod
     def read(cls, arrays: Sequence[NDArray[Any]], device: torch.device) -> StepMessage:
-        """Return the message from its arrays; the step has no sequences of this rank's cache."""
+        """Rebuild the message from its arrays. The step has no sequences, because only rank 0 has the cache manager."""
         numbers = _Numbers(*arrays[0].tolist())
         token_ids, row_ids = arrays[1:3]
-        row_slots: NDArray[np.int32] | None = None
+        row_adapters: NDArray[np.int32] | None = None
         if numbers.is_adapted:
-            row_slots = arrays[3]
+            row_adapters = arrays[3]
         num_read = 4 + len(Draws._fields)
         draws: Draws | None = None
         if numbers.is_drawn:
             draws = Draws(*arrays[4:num_read])
-        positions, slots, seq_lens = arrays[num_read : num_read + 3]
-        num_read += 3
-        states = tuple(arrays[num_read : num_read + numbers.num_states])
-        num_read += numbers.num_states
-        cu_seqlens_q, tables = arrays[num_read : num_read + 2]
-        metadata = HostMetadata(
-            positions=positions,
-            slot_mappings=slots,
-            seq_lens=seq_lens,
-            cu_seqlens_q=cu_seqlens_q,
-            block_tables=tables,
+        step = Step(
+            device=device,
+            returns_hidden=bool(numbers.returns_hidden),
+            is_invariant=bool(numbers.is_invariant),
             max_seqlen_q=numbers.max_seqlen_q,
             max_seqlen_k=numbers.max_seqlen_k,
-            states=states,
             max_append=numbers.max_append,
         )
-        returns_hidden = bool(numbers.returns_hidden)
-        step = ForwardStep(token_ids, metadata, row_ids, (), (), device, returns_hidden=returns_hidden)
-        step.is_invariant = bool(numbers.is_invariant)
+        step.token_ids, step.row_ids = token_ids, row_ids
+        step.positions, step.slot_mappings, step.seq_lens = arrays[num_read : num_read + 3]
+        num_read += 3
+        step.states = tuple(arrays[num_read : num_read + numbers.num_states])
+        num_read += numbers.num_states
+        step.cu_seqlens_q, step.block_tables = arrays[num_read : num_read + 2]
         if numbers.has_embeds:
             step.embeds = StepEmbeds.read(arrays[num_read + 2 :])
         if numbers.is_captured:
             step.captured = CapturedStates()
-        return cls(step, row_slots, draws, numbers.num_device_ids)
+        return cls(step, row_adapters, draws, numbers.num_device_ids)

@@ -1,4 +1,4 @@
-"""Outputs of a request: its completions so far, and its times."""
+"""Outputs of a request: completions so far, and times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paged.seq_id import SeqId
 
 
 class Growth(NamedTuple):
-    """All output of a completion. The lists only grow, so their lengths are enough for a snapshot.
+    """All output of a completion. Lists only grow, so their lengths define a snapshot.
 
-    texts: what each token adds to the text.
+    texts: text added by each token.
     """
 
     token_ids: list[int]
@@ -26,7 +26,7 @@ class Growth(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A length of each list of a `Growth`; there are as many log probabilities as tokens."""
+    """Lengths of the lists of a `Growth`. Log probabilities have the same length as tokens."""
 
     token_ids: int = 0
     texts: int = 0
@@ -37,24 +37,24 @@ _START = Mark()
 
 @dataclass(eq=False)
 class CompletionOutput:
-    """One completion so far. A copy keeps the moment, at the same cost for any length.
+    """One completion so far. A copy is a snapshot, whose cost does not depend on the length.
 
-    Lists and dictionaries that it returns are the reader's own: changing one changes no output.
+    Returned lists and dictionaries are copies, so changing them changes no output.
 
     Attributes:
         index: number of the completion within its request, from 0.
         token_ids: new token ids, an end token included.
         text: text of token_ids without the end token, up to the stop string; empty if the engine has no tokenizer.
-        logprobs: for each token log probability by token id, the chosen one first; None unless requested.
+        logprobs: for each token the log probability by token id, the chosen token first; None unless requested.
         finish_reason: "stop", "length", "abort", "timeout" or "error"; None while it runs.
-        stop_reason: the token id or the string that ended it.
+        stop_reason: token id or stop string that ended it.
     """
 
     index: int
     growth: Growth = field(default_factory=lambda: Growth([], [], None))
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    # The part of `growth` that this output shows; an end of None follows its growth.
+    # Begin and end of the visible part of `growth`. If `end` is None, the visible part grows with it.
     begin: Mark = _START
     end: Mark | None = None
 
@@ -77,14 +77,15 @@ class CompletionOutput:
     def hidden_states(self) -> torch.Tensor | None:
         """Hidden states after the final norm, float32 [prompt + new tokens - 1, hidden_size] on the host.
 
-        The row of a prompt's last token is that which the first new token was chosen from; the last new token has not
-        run. Begins with the prompt in every part of a stream. None unless requested, and before the first token.
+        The first new token was chosen from the row of the prompt's last token. The last new token has no row, because
+        it has not run. Every part of a stream begins with the prompt. None unless requested, and before the first
+        token.
         """
         return self._states("hidden_states")
 
     @property
     def routed_experts(self) -> torch.Tensor | None:
-        """Ids of the experts that the same tokens were sent to, int32 [prompt + new tokens - 1, num_layers, top_k].
+        """Ids of the experts chosen for the same tokens, int32 [prompt + new tokens - 1, num_layers, top_k].
 
         -1 in layers without experts. None unless requested, and before the first token.
         """
@@ -96,27 +97,27 @@ class CompletionOutput:
 
     @property
     def mark(self) -> Mark:
-        """The end of this part, counted from the start of `growth`."""
+        """End of this part, counted from the start of `growth`."""
         if self.end is not None:
             return self.end
         return Mark(len(self.growth.token_ids), len(self.growth.texts))
 
     def since(self, begin: Mark) -> CompletionOutput:
-        """Return a copy of this moment, from `begin` on."""
+        """Return a snapshot of the part from `begin` on."""
         return CompletionOutput(self.index, self.growth, self.finish_reason, self.stop_reason, begin, self.mark)
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request in seconds, None until they are known, and its preemptions.
+    """Times of a request in seconds (None until known), and its preemptions.
 
     Attributes:
-        queued_s: from arrival until the prompt first got space in the cache.
-        first_token_s: from arrival to the first token.
+        queued_s: time from arrival until the prompt first got blocks in the cache.
+        first_token_s: time from arrival to the first token.
         mean_token_s: mean time between later tokens, over all completions; known when the request has ended.
-        preemptions: how often one of its completions lost its blocks to others.
-        preemption_reason: the blocks that were needed and free at the last one; None before the first.
-        recomputed_tokens: tokens that ran again after preemptions, without those that the cache still had.
+        preemptions: number of times that a completion lost its blocks to other requests.
+        preemption_reason: blocks needed and free at the last preemption; None before the first.
+        recomputed_tokens: tokens that ran again after preemptions, without tokens still found in the cache.
     """
 
     queued_s: float | None = None
@@ -128,9 +129,9 @@ class RequestMetrics:
 
 
 class Moment(NamedTuple):
-    """All that a copy of a `RequestOutput` needs to know of a moment; it takes a tenth of the time of a copy.
+    """Data from which `RequestOutput.at` makes a snapshot later; takes a tenth of the time of a snapshot.
 
-    completions: finish reason, stop reason and mark of each. The others are fields of the output.
+    completions: finish reason, stop reason and mark of each completion. Other fields are as in `RequestOutput`.
     """
 
     completions: list[tuple[str | None, int | str | None, Mark]]
@@ -144,15 +145,15 @@ class Moment(NamedTuple):
 
 @dataclass(eq=False)
 class RequestOutput:
-    """A request so far; the same object grows from step to step.
+    """A request so far; the same object grows with every step.
 
     Attributes:
-        prompt: token ids of the prompt, which copies share; `prompt_token_ids` is the reader's own list.
+        prompt: token ids of the prompt, shared by copies; `prompt_token_ids` is a new list for the reader.
         finished: whether all completions have ended.
         num_cached_tokens: prompt tokens whose K/V were found in the cache.
-        num_loaded_tokens: those of them whose K/V came from host memory or from files.
+        num_loaded_tokens: how many of the cached tokens came from host memory or from files.
         error: reason of a failure.
-        prompt_table: `prompt_logprobs`, which copies share and which grows until the first token.
+        prompt_table: list behind `prompt_logprobs`, shared by copies; it grows until the first token.
     """
 
     request_id: SeqId
@@ -177,7 +178,7 @@ class RequestOutput:
             outputs.append(CompletionOutput(index, Growth([], [], logprobs, states)))
         prompt_table: list[dict[int, float] | None] | None = None
         if params.prompt_logprobs is not None:
-            prompt_table = [None]  # of the first token, which no other predicts
+            prompt_table = [None]  # the first token has no prediction
         return cls(request_id, prompt, outputs, prompt_table=prompt_table)
 
     @property
@@ -186,24 +187,24 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
-        """For each prompt token log probability by token id, its own first; None for the first token.
+        """For each prompt token the log probability by token id, its own first; None for the first token.
 
-        None unless requested; complete with the first new token.
+        None unless requested. Complete when the first new token exists.
         """
         if self.prompt_table is None:
             return None
         return [entry and entry.copy() for entry in list(self.prompt_table)]
 
     def copy(self) -> RequestOutput:
-        """Return a copy of this moment, at the same cost for any length."""
+        """Return a snapshot, at a cost independent of the length."""
         return self.since([completion.begin for completion in self.outputs])
 
     def since(self, begins: Sequence[Mark]) -> RequestOutput:
-        """Return a copy of this moment, with the part of each completion after its mark."""
+        """Return a snapshot with each completion's part after its mark."""
         return self.at(self.moment(), begins)
 
     def moment(self) -> Moment:
-        """Return this moment, of which `at` makes a copy later."""
+        """Return the current state, for a later `at`."""
         completions = []
         for completion in self.outputs:
             completions.append((completion.finish_reason, completion.stop_reason, completion.mark))
@@ -211,7 +212,7 @@ class RequestOutput:
         return Moment(completions, *fields, self.num_loaded_tokens)
 
     def at(self, moment: Moment, begins: Sequence[Mark]) -> RequestOutput:
-        """Return a copy of a moment, with the part of each completion after its mark."""
+        """Return the snapshot of a moment, with each completion's part after its mark."""
         outputs = []
         for completion, state, begin in zip(self.outputs, moment.completions, begins, strict=True):
             finish_reason, stop_reason, end = state

@@ -1,4 +1,4 @@
-"""A request in the engine: its parameters and its completions."""
+"""A request in the engine, with its parameters and completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError
@@ -24,17 +23,18 @@ from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.executors.text.stop_strings import StopReader
 from paged.prompt_embeds import PromptEmbeds
 from paged.seq_id import SeqId
+from paged.step.batch import FullLogits, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 
-# Stands for a token where the logits left none to choose: all of them NaN or -inf.
+# Placeholder for a token if all logits are NaN or -inf.
 NO_TOKEN = -1
 
-# Prompt tokens of a chunk under `EngineConfig.batch_invariant`.
+# Size of prompt chunks under `EngineConfig.batch_invariant`.
 FIXED_CHUNK = 256
-_UNKNOWN = 0  # a placeholder for a token, see `UnifiedBatch.device_ids`
+_UNKNOWN = 0  # placeholder for a token that only the device knows, see `UnifiedBatch.device_ids`
 
 
 class State(Enum):
-    """The state of a completion: in the queue (perhaps swapped out), with prompt left to run, decoding, or done."""
+    """State of a completion: in the queue (perhaps swapped out), running its prompt, decoding, or done."""
 
     WAITING = auto()
     PREFILL = auto()
@@ -47,15 +47,16 @@ class Request:
     """A request and its progress; times are in seconds of `perf_counter`.
 
     Attributes:
-        rank: completions of lower rank run first.
-        name: prefix of its sequence ids in the executor, unique.
-        cache_salt: requests of another salt share no K/V with it.
+        turn: sort key of its completions; earlier turns run first.
+        name: unique prefix of its sequence ids in the executor.
+        cache_salt: only requests with the same salt share K/V.
         embeds: rows in place of the embeddings of some prompt tokens, or None.
-        num_begun: completions that were queued; the others fork when the first one's prompt is done.
-        has_begun: whether one has run.
+        num_begun: number of completions that were queued or forked; the others fork when the first one's prompt has
+            run.
+        has_begun: whether a completion has run.
         token_masks, logits_processors, text_ends: one for each completion, or none.
         unfinished: completions that have not ended.
-        num_prompt_rows: prompt tokens whose successors' log probabilities have been computed.
+        num_prompt_rows: number of prompt tokens whose next token's log probability has been computed.
         num_preemptions, num_recomputed: see `RequestMetrics`.
         generating_s: sum over ended completions of the time from the first token to their last.
     """
@@ -63,7 +64,7 @@ class Request:
     request_id: SeqId
     prompt: tuple[int, ...]
     params: SamplingParams
-    rank: tuple[int, int]
+    turn: tuple[int, int]
     metadata: Mapping[str, Any]
     max_tokens: int
     end_token_ids: frozenset[int]
@@ -89,39 +90,39 @@ class Request:
 
     @cached_property
     def allowed_ids(self) -> NDArray[np.int64]:
-        """The allowed tokens, each once; empty if all are allowed."""
+        """Allowed tokens without repetition; empty if all are allowed."""
         return np.unique(np.array(self.params.allowed_token_ids or (), np.int64))
 
     @cached_property
     def biases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The tokens with a bias, and their biases."""
+        """Tokens with a bias, and their biases."""
         biases = self.params.logit_bias or {}
         return np.fromiter(biases, np.int64, len(biases)), np.fromiter(biases.values(), np.float32, len(biases))
 
     @cached_property
     def ending_ids(self) -> frozenset[int]:
-        """Sampled ids that end it: end tokens, and NO_TOKEN."""
+        """Sampled ids that end a completion: end tokens and NO_TOKEN."""
         return self.end_token_ids | {NO_TOKEN}
 
     @cached_property
     def end_ids(self) -> NDArray[np.int64]:
-        """The tokens that end it."""
+        """Tokens that end a completion."""
         return np.fromiter(self.end_token_ids, np.int64, len(self.end_token_ids))
 
     def begin_prompt_again(self) -> None:
-        """Drop the prompt's log probabilities, as the weights have changed; no effect after the first new token."""
+        """Drop the prompt's log probabilities after a change of weights, unless the first new token exists."""
         has_tokens = any(completion.token_ids for completion in self.completions)
         if self.output.prompt_table is not None and not has_tokens:
-            self.num_prompt_rows, self.output.prompt_table = 0, [None]  # a new list: copies keep theirs
+            self.num_prompt_rows, self.output.prompt_table = 0, [None]  # a new list, because copies share the old one
 
     @property
     def adapter(self) -> str | None:
-        """Name of its adapter, or None."""
+        """Name of the request's adapter, or None."""
         return self.metadata.get("lora_adapter")
 
     @property
     def namespace(self) -> Hashable:
-        """Namespace of its cached K/V, by adapter and salt."""
+        """Namespace of the request's cached K/V, from adapter and salt."""
         if self.cache_salt is None:
             return self.adapter
         return (self.adapter, self.cache_salt)
@@ -131,24 +132,24 @@ class Completion:
     """One completion of a request: its tokens and its sequence in the cache.
 
     Attributes:
-        handle: its sequence, if the executor has a cache manager.
-        chunk, chunk_start: the tokens that run next, and the position of the first.
-        is_final, policy: of the batch item that runs them.
-        tokens: what has to run before the next token can be sampled: the prompt and, after a preemption, the output so
-            far.
-        prefilled: how many of `tokens` are in the cache, or on their way there.
-        num_ran: how many of its tokens had run when it last lost its K/V.
+        handle: handle of the sequence, if the executor has a cache manager.
+        chunk, chunk_start: the tokens to run next, and the position of the first.
+        is_final, policy: fields of the batch item that runs the chunk.
+        tokens: tokens that must run before the next token is sampled: the prompt and, after a preemption, the output
+            so far.
+        prefilled: number of `tokens` in the cache or in a running step.
+        num_ran: number of tokens that had run when the completion last lost its K/V.
         last_of_prompt: position of the prompt's last token.
-        max_tokens: most tokens of the output.
-        ending_ids: tokens that end it.
-        is_watched: whether a detokenizer or a mask reads its every token.
-        reads_tokens: whether its earlier tokens must be known to sample the next one.
-        is_swapped: whether its K/V lie in host memory.
-        token_ids, states: the output's.
-        num_sampled: number of tokens sampled, those that the host does not know yet included.
+        max_tokens: maximum number of output tokens.
+        ending_ids: token ids that end the completion.
+        is_watched: whether a detokenizer or a mask reads every token.
+        reads_tokens: whether sampling the next token needs the earlier tokens on the host.
+        is_swapped: whether the K/V are in host memory.
+        token_ids, states: fields of the output.
+        num_sampled: number of sampled tokens, including tokens that the host does not know yet.
         token_mask, logits_processor: see `Engine.add_request`.
-        awaited_mask: the mask, if it is computed elsewhere.
-        from_files: blocks of its tokens that come from files while it waits.
+        awaited_mask: the mask if it is computed in another thread, else None.
+        from_files: read of its blocks from files while it waits, or None.
     """
 
     def __init__(self, request: Request, index: int, seed: int, tokenizer: Tokenizer | None) -> None:
@@ -193,9 +194,9 @@ class Completion:
         return f"Completion({self.request.request_id!r}, {self.index}, {self.state.name}, {self.num_tokens} tokens)"
 
     @property
-    def rank(self) -> tuple[int, int, int]:
-        """Lower goes first."""
-        return (*self.request.rank, self.index)
+    def turn(self) -> tuple[int, int, int]:
+        """Sort key; earlier turns run first."""
+        return (*self.request.turn, self.index)
 
     @property
     def num_tokens(self) -> int:
@@ -204,36 +205,36 @@ class Completion:
 
     @property
     def num_sequences(self) -> int:
-        """1, and the number of forks to come at the end of its prompt."""
+        """1 plus the number of forks at the end of its prompt."""
         if self.index > 0:
             return 1
         return 1 + len(self.request.completions) - self.request.num_begun
 
     @property
     def longest(self) -> int:
-        """Most tokens that the cache has to hold; the last new one is never run."""
+        """Maximum number of tokens in the cache; the last new token is never run."""
         return len(self.request.prompt) + self.request.max_tokens - 1
 
     @property
     def cached(self) -> int:
-        """Number of tokens in the cache, or on their way there; all but the newest one if it decodes."""
+        """Number of tokens in the cache or in a running step; all but the newest one if it decodes."""
         if self.prefilled < len(self.tokens):
             return self.prefilled
         return max(self.prefilled, self.last_of_prompt + self.num_sampled)
 
     @property
     def is_full(self) -> bool:
-        """Whether the output has as many tokens as it may have."""
+        """Whether the output has `max_tokens`."""
         return len(self.token_ids) >= self.max_tokens
 
     @property
     def num_to_prefill(self) -> int:
-        """Number of tokens to run before the next one can be sampled."""
+        """Number of tokens to run before the next token can be sampled."""
         return len(self.tokens) - self.cached
 
     @property
     def wants_prompt_rows(self) -> bool:
-        """Whether it still has to compute log probabilities of the prompt, as the first completion does for all."""
+        """Whether it still has to compute the prompt's log probabilities, which the first completion does for all."""
         request = self.request
         is_wanted = self.index == 0 and self.params.prompt_logprobs is not None
         return is_wanted and request.num_prompt_rows < len(request.prompt) - 1
@@ -245,17 +246,17 @@ class Completion:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the host does not know its newest token yet."""
+        """Whether its newest token is not known on the host yet."""
         return self.num_sampled > len(self.token_ids)
 
     def has_mask(self, deadline: float, *, is_alone: bool = False) -> bool:
         """Return whether its next mask has arrived.
 
-        If its masks are quick, or nothing else can run, wait until `deadline`, in seconds of `perf_counter`.
+        If its masks are quick or nothing else can run, wait until `deadline`, in seconds of `perf_counter`.
         """
         if self.awaited_mask is None:
             return True
-        if self.is_behind:  # nobody can ask for the mask behind a token that only the device knows
+        if self.is_behind:  # a mask cannot be requested before the host knows the newest token
             return self.awaited_mask.is_quick
         timeout = 0.0
         if is_alone or self.awaited_mask.is_quick:
@@ -263,45 +264,38 @@ class Completion:
         return self.awaited_mask.is_ready(timeout)
 
     def close_mask(self) -> None:
-        """Free what its mask holds elsewhere."""
+        """Free the resources of its awaited mask."""
         if self.awaited_mask is not None:
             self.awaited_mask.close()
 
     def tokens_from(self, start: int) -> list[int]:
-        """Return the tokens from that position on."""
+        """Return the tokens from a position on."""
         beyond = start - len(self.request.prompt)
         if beyond >= 0:
             return self.token_ids[beyond:]
         return [*self.request.prompt[start:], *self.token_ids]
 
-    @property
-    def num_answer_rows(self) -> int:
-        """Number of rows that a step returns for what runs next: logits, or one token."""
-        if isinstance(self.policy, VerifyLogits):
-            return len(self.chunk)
-        return int(self.is_final)
-
     def hold(self, handle: KvCacheHandle | None) -> None:
-        """Set its sequence in the cache, or None; tokens that it holds already are not run."""
+        """Set the handle or None. Tokens that the sequence already holds are not run."""
         self.handle = handle
         self.prefilled = 0 if handle is None else handle.num_tokens
 
     def requeue(self) -> None:
-        """Drop its K/V: all of its tokens run again."""
+        """Forget the K/V, so that all tokens run again."""
         self.num_ran = max(self.num_ran, self.cached)
         self.hold(None)
         self.tokens = self.tokens_from(0)
 
-    def start_over(self) -> None:
-        """Drop its K/V after its chunk is set: the chunk then begins with the tokens that were in the cache."""
+    def start_over(self, handle: KvCacheHandle) -> None:
+        """Begin again by a new sequence after the chunk is set; the tokens before the chunk join its beginning."""
         end = self.chunk_start + len(self.chunk)
-        self.hold(None)
+        self.hold(handle)
         self.chunk = self.tokens_from(0)[:end]
         self.chunk_start = 0
         self.prefilled = end
 
     def item(self) -> UnifiedBatchItem:
-        """Return a batch item of what runs next."""
+        """Return the batch item of the chunk."""
         return UnifiedBatchItem(
             seq_id=self.seq_id,
             q_tokens=self.chunk,
@@ -314,7 +308,7 @@ class Completion:
         )
 
     def whole_spans(self, count: int) -> int:
-        """Return how many tokens to prefill in place of `count`, so that no span of its prompt's rows is cut."""
+        """Return how many tokens to prefill without cutting a span: up to `count`, or more if a span starts here."""
         embeds = self.request.embeds
         if embeds is None:
             return count
@@ -322,36 +316,36 @@ class Completion:
 
     @property
     def fixed_chunk(self) -> int:
-        """Number of tokens to prefill next, which depends on the request alone; output that runs again takes one."""
+        """Number of tokens to prefill next, which depends only on the request; 1 for output that runs again."""
         start, end = self.cached, len(self.request.prompt)
         if start >= end:
             return 1
         return _fixed_end(start, end, self.request.embeds) - start
 
     def full_chunks(self, num_tokens: int) -> int:
-        """Return how many of the first `num_tokens` are in full fixed chunks of the prompt."""
+        """Return how many of the first `num_tokens` lie in full fixed chunks of the prompt."""
         return min(num_tokens, len(self.request.prompt)) // FIXED_CHUNK * FIXED_CHUNK
 
     @property
     def has_full_chunk(self) -> bool:
-        """Whether its chunk is a full fixed one of the prompt's tokens, the same in every prompt that begins alike."""
+        """Whether its chunk is a full fixed chunk of the prompt, equal in every prompt with the same beginning."""
         end = self.chunk_start + len(self.chunk)
         is_full = len(self.chunk) == FIXED_CHUNK and self.full_chunks(end) == end
         return is_full and self.request.embeds is None
 
     def take_chunk(self, count: int) -> None:
-        """Let the next `count` tokens to prefill run next."""
+        """Set the chunk to the next `count` tokens to prefill."""
         start = self.cached
         end = start + count
         wants_all = self.wants_prompt_rows
         self.chunk = list(self.tokens[start:end])
         self.chunk_start = start
         self.policy = VerifyLogits() if wants_all else FullLogits()
-        # Output that runs again gets logits, so that it runs like the decode steps before, as in their graph.
+        # Output that runs again returns logits, so that it runs exactly like the former decode steps, also in graphs.
         self.is_final = wants_all or end == len(self.tokens) or start >= len(self.request.prompt)
 
     def follow(self, drafts: Sequence[int] = ()) -> None:
-        """Let the newest token, which only the device may know, run next, followed by drafts."""
+        """Set the chunk to the newest token (perhaps known only on the device) and drafts."""
         newest = _UNKNOWN if self.is_behind else self.token_ids[-1]
         self.chunk = [newest, *drafts]
         self.chunk_start = self.cached
@@ -359,7 +353,7 @@ class Completion:
         self.is_final = True
 
     def finish_reason(self) -> str | None:
-        """Update the text; return the finish reason if the newest token ends the output, else None."""
+        """Update the text; return the finish reason if the newest token ends the completion, else None."""
         token, count, is_full = self.token_ids[-1], len(self.token_ids), self.is_full
         if token < 0:
             self.token_ids.pop()
@@ -378,7 +372,7 @@ class Completion:
         return "length" if is_full else None
 
     def _read_text(self, count: int, *, is_last: bool) -> bool:
-        """Update the text up to `count` tokens; return whether it ends here by a stop string or by its `TextEnd`."""
+        """Update the text up to `count` tokens; return whether a stop string or its `TextEnd` ends it here."""
         assert self._detokenizer is not None
         text = self._detokenizer.read(self.token_ids, count, is_last=is_last)
         stop: str | None = None
@@ -395,15 +389,15 @@ class Completion:
 
 
 def _fixed_end(start: int, num_tokens: int, embeds: PromptEmbeds | None) -> int:
-    """Return where the chunk of a prompt of `num_tokens` that begins at `start` ends under batch_invariant."""
+    """Return where a chunk from `start` of a prompt with `num_tokens` ends under batch_invariant."""
     end = min((start // FIXED_CHUNK + 1) * FIXED_CHUNK, num_tokens)
     return end if embeds is None else embeds.whole_spans(start, end)
 
 
 def whole_chunks(num_tokens: int, embeds: PromptEmbeds | None, *, is_fixed: bool) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of the parts of a prompt that have to run in one step.
+    """Yield (start, end) of the parts of a prompt that must run in one step.
 
-    is_fixed: whether it runs in fixed chunks; otherwise only its spans are never cut.
+    is_fixed: whether the prompt runs in fixed chunks; otherwise only its spans must not be cut.
     """
     if not is_fixed:
         if embeds is not None:

@@ -1,4 +1,4 @@
-"""Parameters of a request: how its tokens are chosen, and when it ends."""
+"""Sampling parameters: how a request's tokens are chosen and when it ends."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paged.errors import CheckpointError, InvalidInputError
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.kernels.core.errors import as_bool, as_float, as_int, shown
 from paged.models.loading.hf_config import HfConfig
 from paged.token_ids import as_token_ids
 
-# A completion takes 60 us to make; so many take a quarter of a second.
+# Limit, because making this many completions takes a quarter of a second.
 MAX_COMPLETIONS = 4096
-# More than any vocabulary has.
+# Limit of token ids in a parameter; larger than any vocabulary.
 MAX_IDS = 1 << 20
-# They are a table of Python numbers for each token; one of a vocabulary of 150,000 would take 20 ms and 15 MB.
+# Limit, because log probabilities of a whole vocabulary as Python numbers would take 20 ms for each token.
 MAX_LOGPROBS = 1024
-# Before `min_tokens`, every step masks them one by one.
+# Limit, because every step before `min_tokens` masks stop tokens one by one.
 MAX_STOP_TOKENS = 1024
-# Each is looked for in every new piece of text.
+# Limit, because each string is searched for in every new piece of text.
 MAX_STOP_STRINGS = 256
 MAX_STOP_CHARACTERS = 1 << 14
 
-# Smallest normal number of float32, which sampling computes in.
+# Smallest normal float32 number, the dtype of sampling.
 _SMALLEST = 2.0**-126
 
 
@@ -31,42 +31,42 @@ _SMALLEST = 2.0**-126
 class SamplingParams:
     """Parameters of one request, with the names that other engines use.
 
-    None stands for the default, except in max_tokens. Integers and floats of any library are accepted and kept as
-    Python's own, token ids from any sequence; a bool is no number.
+    None means the default, except for max_tokens. Integers and floats of any library are accepted and converted to
+    Python's types; bools are refused. Token ids may be in any sequence.
 
-    Filters apply in this order: allowed_token_ids, logit_bias, penalties, temperature, top_k, top_p of what is left,
-    min_p. Tokens that tie with the last one of top_k or top_p stay.
+    Filters apply in this order: allowed_token_ids, logit_bias, penalties, temperature, top_k, top_p (of the remaining
+    mass), min_p. Tokens that tie with the last token of top_k or top_p are kept.
 
     Attributes:
-        n: number of completions, at most 4,096; over a cache manager the prompt runs once.
-        temperature: 0 takes the best token, and so does a value below 2^-126.
-        top_p: share of the probability mass to keep, above 0; below 2^-126 the best token is taken.
+        n: number of completions, at most 4,096. With a cache manager, the prompt runs once.
+        temperature: 0 and values below 2^-126 take the best token.
+        top_p: share of the probability mass to keep, above 0; values below 2^-126 take the best token.
         top_k: number of best tokens to keep; 0 and -1 keep all.
-        min_p: lowest probability to keep, as a share of the best token's.
-        repetition_penalty: divides positive logits of tokens that occurred, prompt included, and multiplies negative
-            ones (Keskar et al., 2019).
-        presence_penalty, frequency_penalty: subtracted from logits of tokens in the output, once or for each
-            occurrence.
+        min_p: lowest probability to keep, as a fraction of the best token's.
+        repetition_penalty: divisor of positive logits, and factor of negative logits, for tokens in prompt or output
+            (Keskar et al., 2019).
+        presence_penalty, frequency_penalty: numbers subtracted from the logits of tokens in the output, once or for
+            each occurrence.
         logit_bias: number to add to the logit, by token id.
         allowed_token_ids: the only token ids to choose from.
-        stop: strings, at most 256 with 16,384 characters. The text ends before the first one to be complete; of several
-            that are complete at the same character, before the longest.
-        stop_token_ids: the output ends with the first of these, at most 1,024.
-        ignore_eos: whether the engine's end tokens do not end the output.
+        stop: up to 256 stop strings with 16,384 characters in total. The text ends before the first string to complete;
+            if several complete at the same character, before the longest.
+        stop_token_ids: up to 1,024 token ids; the output ends with the first of them.
+        ignore_eos: whether to ignore the engine's end tokens.
         max_tokens: maximum number of new tokens; None for as many as fit.
         min_tokens: number of tokens before which no end or stop token is chosen and no stop string ends the text.
-        seed: seed of the draws, which do not depend on other requests; each of n completions derives its own. None
+        seed: seed of the draws, which do not depend on other requests; each of n completions derives its own seed. None
             draws a seed.
-        logprobs: number of best tokens, at most 1,024, to report for every token beside its own log probability, before
-            all filters unless `EngineConfig.logprobs_mode` says otherwise.
-        prompt_logprobs: the same for every token of the prompt but the first. Such a prompt is computed anew, without
-            cached prefixes, and in chunks whose logits take 256 MB at most.
+        logprobs: number of best tokens, at most 1,024, to report for every token besides its own log probability. The
+            distribution is before all filters, unless `EngineConfig.logprobs_mode` changes it.
+        prompt_logprobs: the same for every prompt token but the first. The prompt is then computed without cached
+            prefixes, in chunks whose logits take at most 256 MB.
         return_hidden_states: whether to return the states of prompt and output, see `CompletionOutput.hidden_states`.
-            Such a request computes its whole prompt, and steps with it run without CUDA graphs.
-        return_routed_experts: the same for the experts that each token was sent to, of models with experts.
+            The request then computes its whole prompt, and its steps run without CUDA graphs.
+        return_routed_experts: whether to return the experts chosen for each token, with the same cost.
 
-    Raises:
-        InvalidInputError: a value has another type, is out of range or not finite, or a list is too long.
+        Raises:
+            InvalidInputError: a value has the wrong type, is out of range or not finite, or a list is too long.
     """
 
     n: int = 1
@@ -91,10 +91,10 @@ class SamplingParams:
     return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
-        """Check every value and convert it to Python's own types."""
+        """Check every value and convert it to Python's types."""
         for field in fields(self):
             value = getattr(self, field.name)
-            # For max_tokens, None means as many as fit, and is kept.
+            # None is kept for max_tokens, where it means as many as fit.
             if value is None and field.name != "max_tokens":
                 value = field.default
             if value is not None:
@@ -110,12 +110,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the best token is always taken."""
+        """Whether every token is the best token."""
         return self.temperature < _SMALLEST or self.top_k == 1 or self.top_p <= _SMALLEST
 
     @property
+    def filters(self) -> dict[str, float]:
+        """Parameter of each filter of `sample_tokens`; 0, 1 and 0 keep all."""
+        return {"top_k": max(self.top_k, 0), "top_p": self.top_p, "min_p": self.min_p}
+
+    @property
     def has_penalties(self) -> bool:
-        """Whether tokens that occurred get other logits."""
+        """Whether any penalty changes logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
@@ -134,10 +139,10 @@ CHECKPOINT_PARAMS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 
 def sampling_defaults(generation_config: HfConfig) -> dict[str, Any]:
-    """Return the CHECKPOINT_PARAMS that a generation_config.json sets. `do_sample: false` is a temperature of 0.
+    """Return the CHECKPOINT_PARAMS set by a generation_config.json. `do_sample: false` means temperature 0.
 
     Raises:
-        CheckpointError: a value has another type or is out of range.
+        CheckpointError: a value has the wrong type or is out of range.
     """
     values = generation_config.values
     named = {}
@@ -154,7 +159,7 @@ def sampling_defaults(generation_config: HfConfig) -> dict[str, Any]:
 
 
 _MOST = (1 << 63) - 1
-# Lowest and highest number; floats are finite in float32 besides.
+# Lowest and highest value of each integer parameter.
 _INTEGERS = {
     "n": (1, MAX_COMPLETIONS),
     "top_k": (-1, _MOST),
@@ -164,6 +169,7 @@ _INTEGERS = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "seed": (-_MOST - 1, 2 * _MOST + 1),
 }
+# Lowest and highest value of each float parameter, which must also be finite in float32.
 _FLOATS = {
     "temperature": (0.0,),
     "top_p": (5e-324, 1.0),

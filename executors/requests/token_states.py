@@ -1,4 +1,4 @@
-"""Hidden states and routed experts of a completion's tokens, kept as forwards compute them."""
+"""Hidden states and routed experts of a completion's tokens, collected from its forwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.staging import HostCopy
+from paged.step.staging import HostCopy
 
 
 class _Part(NamedTuple):
-    """States of tokens from `start` to `end`, by weights of a generation."""
+    """States of the tokens from `start` to `end`, computed by one version of the weights."""
 
     generation: int
     start: int
@@ -22,9 +22,9 @@ class _Part(NamedTuple):
 
 
 class TokenStates:
-    """The states of one completion's tokens, by position; a token that runs again replaces its own.
+    """States of one completion's tokens by position; a token that runs again replaces its states.
 
-    After an update of the weights all tokens run again. Until then the states are those of the weights before.
+    After an update of the weights, all tokens run again. Until then, the states belong to the old weights.
     """
 
     def __init__(self, num_prompt: int, params: SamplingParams) -> None:
@@ -37,11 +37,11 @@ class TokenStates:
 
     @classmethod
     def of(cls, num_prompt: int, params: SamplingParams) -> TokenStates | None:
-        """Return empty states if the parameters ask for some, else None."""
+        """Return empty states if the parameters request states, else None."""
         return cls(num_prompt, params) if params.returns_states else None
 
     def add(self, position: int, rows: dict[str, torch.Tensor], generation: int) -> None:
-        """Begin the copy of the states of tokens from `position` on, by weights of `generation`."""
+        """Start to copy the states of tokens from `position` on. generation: version of the weights."""
         copies = {}
         for name, is_requested in self.requested.items():
             if is_requested:
@@ -52,11 +52,11 @@ class TokenStates:
             self._parts = [part for part in self._parts if part.generation == generation]
 
     def begin_as(self, source: TokenStates) -> None:
-        """Begin with the prompt that another completion of the request has run."""
+        """Take over the prompt's states from another completion of the request."""
         self._parts = list(source._parts)
 
     def rows(self, name: str, num_tokens: int) -> torch.Tensor | None:
-        """Return the states of the prompt and of all but the last of `num_tokens` tokens; None if not asked for."""
+        """Return the states of all but the last of `num_tokens` tokens, prompt included; None if not requested."""
         if not self.requested[name] or not num_tokens:
             return None
         total = self._num_prompt + num_tokens - 1

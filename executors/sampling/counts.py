@@ -1,4 +1,4 @@
-"""Counts on the device of each token's occurrences, for completions with penalties."""
+"""Device tables of token occurrences, for completions with penalties."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from numpy.typing import NDArray
 
 from paged.executors.requests.request import Completion
-from paged.staging import to_device
+from paged.step.staging import to_device
 
-# Tables of more rows are freed once they are unused. At a vocabulary of 150,000, 64 rows take 48 MB, 4,096 take 3 GB.
+# Tables with more rows are freed once they are unused, because a large table can take gigabytes, see limits.md.
 _FEW_ROWS = 64
 
 
 class TokenCounts:
-    """Tables with a row for each completion. `add` counts tokens as they are sampled, `rows` those not counted yet.
+    """Tables with a row for each completion with penalties. They grow by doubling.
 
-    outputs: int32 [rows, V], occurrences in the output. seen: bool [rows, V], whether it occurs in output or prompt.
-    Rows exist for completions with penalties; the tables grow by doubling.
+    `add` counts tokens when they are sampled. `rows` counts tokens that are not counted yet.
+
+    outputs: int32 [rows, V], occurrences in the output. seen: bool [rows, V], whether output or prompt has the token.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -30,7 +31,7 @@ class TokenCounts:
         self._free: list[int] = []
 
     def rows(self, completions: Sequence[Completion]) -> torch.Tensor:
-        """Count the newest tokens; return the row of each completion, int64 [n]."""
+        """Count all uncounted tokens; return the row of each completion, int64 [n]."""
         output: list[tuple[int, Sequence[int]]] = []
         prompts: list[tuple[int, Sequence[int]]] = []
         for completion in set(completions):
@@ -49,15 +50,15 @@ class TokenCounts:
         return asked_rows
 
     def add(self, completions: Sequence[Completion], rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count a new token of each, int64 [n], which the host need not know; rows: as `rows` returns them."""
-        tokens = tokens.clamp(min=0)  # -1, which is no token, ends its completion
+        """Count a new token of each completion, int64 [n] on the device. rows: result of `rows`."""
+        tokens = tokens.clamp(min=0)  # -1 (no token) may count as 0, because it ends its completion
         self.outputs.index_put_((rows, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
         self.seen[rows, tokens] = True
         for completion in completions:
             self._counted[completion] += 1
 
     def forget(self, completion: Completion) -> None:
-        """Give the row of a finished completion to another."""
+        """Free the row of a finished completion."""
         if completion in self._rows:
             self._free.append(self._rows.pop(completion))
             del self._counted[completion]
@@ -78,7 +79,7 @@ class TokenCounts:
 
 
 def _pairs(rows: Sequence[tuple[int, Sequence[int]]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (row, token) pairs as two arrays: each row once for each of its tokens, and the tokens."""
+    """Return (row, token) pairs as two arrays: each row repeated for each of its tokens, and the tokens."""
     sizes: list[int] = []
     tokens: list[int] = []
     for _, row_tokens in rows:

@@ -1,4 +1,4 @@
-"""Token masks and logits processors of completions, applied to their rows of the logits."""
+"""Application of token masks and logits processors to rows of the logits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from paged.executors.requests.request import Completion, State
 from paged.executors.requests.token_rules import TokenMask
-from paged.kernels.common.checks import check_tensor
-from paged.staging import to_device
+from paged.kernels.core.checks import check_tensor
+from paged.step.staging import to_device
 
 _WORD_BITS = 32
 
 
 class Span(NamedTuple):
-    """The rows of a completion, one more than it has drafts."""
+    """Rows of a completion: one more than its drafts."""
 
     completion: Completion
     first_row: int
@@ -25,11 +25,11 @@ class Span(NamedTuple):
 
 
 def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """Return the logits, or a copy that the rules of these completions have changed.
+    """Apply the rules of these completions; return the logits, or a changed copy.
 
-    A processor comes before a mask. Masks are filled on the host while the device computes the logits.
+    Processors run before masks. Masks are filled on the host while the device computes the logits.
     """
-    # Tokens of finished completions are dropped.
+    # Skip finished completions, whose tokens are dropped.
     spans = [span for span in spans if span.completion.state is not State.FINISHED]
     if not spans:
         return logits
@@ -53,7 +53,7 @@ def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         for mask, drafts in masks:
             _fill(mask, words, start, drafts)
             start += len(drafts) + 1
-        # Unpack bytes: the bits of 256 rows of 152,000 take 39 MB then, four times that if words are unpacked.
+        # Unpack bytes rather than words, which would take four times the memory.
         index, octets, bits = to_device(
             (np.array(rows), words.numpy().astype("<i4", copy=False).view(np.uint8), np.arange(8, dtype=np.uint8)),
             logits.device,
@@ -64,7 +64,7 @@ def own_rules(logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
 
 
 def _fill(mask: TokenMask, words: torch.Tensor, start: int, drafts: Sequence[int]) -> None:
-    """Fill a row for each position. After a draft that the mask forbids, which is rejected, rows allow all tokens."""
+    """Fill a row for each position. After a draft that the mask forbids, rows allow all tokens; they are not used."""
     mask.fill_next_token_bitmask(words, start)
     accepted = 0
     try:

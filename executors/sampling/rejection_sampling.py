@@ -16,20 +16,22 @@ def rejection_sample(
     uniforms: torch.Tensor,
     keys: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept drafts so that tokens are distributed as if the target alone had drawn them.
+    """Accept or replace drafts so that tokens have the distribution of the target alone.
 
-    A draft d stays with probability min(1, p(d) / q(d)). The first rejected one is replaced by a token of max(p - q,
-    0); if all stay, one more is drawn from p (Leviathan et al., 2023; Chen et al., 2023).
+    A draft d is accepted with probability min(1, p(d) / q(d)). The first rejected draft is replaced by a token drawn
+    from max(p - q, 0). If all drafts are accepted, one more token is drawn from p (Leviathan et al., 2023; Chen et al.,
+    2023).
 
     Args:
-        logits: of the target, [num_rows, V], -inf where excluded; each sequence has a row for each draft and one more.
-        first_rows: int64 [n], the first row of each sequence.
-        drafts: int64 [n, k]; num_drafts: int64 [n], the number of drafts in each row.
+        logits: logits of the target, [num_rows, V], -inf for excluded tokens; each sequence has a row for each draft
+            and one more.
+        first_rows: int64 [n], first row of each sequence.
+        drafts: int64 [n, k]. num_drafts: int64 [n], number of drafts of each sequence.
         draft_probs: q, float32 [n, k, V]; None if drafts are certain (q(d) = 1).
-        uniforms: float64 [n, k]. keys: int64 [n, k + 1, 2], of the noise at each position.
+        uniforms: float64 [n, k], random numbers. keys: int64 [n, k + 1, 2], noise keys of each position.
 
     Returns:
-        tokens int64 [n, k + 1], valid up to the one after the accepted drafts, and the number of accepted drafts, [n].
+        tokens int64 [n, k + 1], valid for the accepted drafts and one more token; number of accepted drafts [n].
     """
     num_seqs, width = drafts.shape
     probs = logits.softmax(-1)
@@ -53,7 +55,7 @@ def rejection_sample(
         else:
             proposed = draft_probs[index, rejected]
         residual = (last - proposed).clamp_(min=0)
-        # The residual is 0 only where p and q are equal up to rounding.
+        # The residual can be 0 only if p and q are equal up to rounding.
         takes_residual = (num_accepted < num_drafts)[:, None] & (residual.sum(-1, keepdim=True) > 0)
         last = torch.where(takes_residual, residual, last)
     final = sample_tokens(last.log(), keys[index, num_accepted], torch.ones_like(last[:, 0]))

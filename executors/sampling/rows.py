@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch as tensors on the device, and logits as one matrix."""
+"""Sampling parameters of a batch as device tensors, and logits as one matrix."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from paged.executors.requests.request import Completion
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys
 from paged.kernels.sampling.penalties import Penalties
-from paged.staging import to_device
+from paged.kernels.sampling.sample_tokens import FILTERS
+from paged.step.staging import to_device
 
-# Keys of 256 rows take 86 us of host time for 16 steps, 54 us for one.
+# Number of steps whose noise keys are computed at once. This hardly takes longer than the keys of one step, see
+# limits.md.
 _STEPS_AHEAD = 16
-# (row, token) pairs on the device, int64 [m] each.
+# (row, token) pairs: two int64 [m] on the device.
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowDrafts(NamedTuple):
-    """Drafts before the next token of each row; the host need not know their ids.
+    """Drafts before the next token of each row, known only on the device.
 
     Attributes:
-        token_ids: int64 [n, width], on the device.
-        counts: int64 [n], the number of drafts in each row, on the host.
+        token_ids: int64 [n, width] on the device.
+        counts: int64 [n] on the host, number of drafts of each row.
     """
 
     token_ids: torch.Tensor
@@ -36,21 +38,21 @@ class RowDrafts(NamedTuple):
 
 
 class SamplingRows:
-    """The parameters of each row; they hold as long as the same completions stand in the same rows.
+    """Parameters of each row; valid as long as the same completions have the same rows.
 
-    Tensors that only some rows need are made on first use.
+    Tensors that few batches need are made on first use.
 
     Attributes:
-        prompt_lengths: of each row's completion.
+        prompt_lengths: prompt length of each row.
         is_drawn: whether any row is drawn at random.
-        is_free: whether only temperature and filters change the logits of any row.
+        is_free: whether only temperature and filters change the logits.
         is_plain: whether every row takes its best token, without rules.
-        penalised: rows that have penalties.
-        with_minimum: rows whose end tokens may have to wait.
+        penalised: rows with penalties.
+        with_minimum: rows with min_tokens.
         reading: rows whose completions have a token mask or a logits processor.
-        with_logprobs: rows that want log probabilities.
-        num_logprobs: the largest number of log probabilities for a token; None if no row wants any.
-        counted: the penalties of rows that sample one token a step, once they were made.
+        with_logprobs: rows that request log probabilities.
+        num_logprobs: largest requested number of log probabilities per token; None without requests.
+        counted: cached penalties of rows that sample one token per step, or None.
     """
 
     def __init__(self, completions: list[Completion], vocab_size: int, device: torch.device) -> None:
@@ -98,12 +100,12 @@ class SamplingRows:
 
     @cached_property
     def filters(self) -> dict[str, torch.Tensor]:
-        """The temperature and those of `sample_tokens`' filters that any row asks for."""
+        """Temperature, and the filters of `sample_tokens` that any row requests."""
         return _filters(self._params, self._vocab_size, self._device)
 
     @cached_property
     def allowed(self) -> tuple[torch.Tensor, Pairs] | None:
-        """The rows with allowed_token_ids, each once, and pairs of these rows and their allowed tokens."""
+        """Rows with allowed_token_ids, and (row, allowed token) pairs."""
         if not self._with_allowed:
             return None
         tokens = [self.completions[row].request.allowed_ids for row in self._with_allowed]
@@ -112,7 +114,7 @@ class SamplingRows:
 
     @cached_property
     def biased(self) -> tuple[Pairs, torch.Tensor] | None:
-        """Pairs of rows and tokens with a bias, and the biases, float32 [m]."""
+        """(row, token) pairs with a bias, and the biases, float32 [m]."""
         if not self._with_biases:
             return None
         all_tokens, all_biases = [], []
@@ -130,18 +132,18 @@ class SamplingRows:
 
     @cached_property
     def penalties(self) -> torch.Tensor:
-        """Repetition, presence and frequency penalty of every row, float32 [n, 3]."""
+        """Repetition, presence and frequency penalties of every row, float32 [n, 3]."""
         names = attrgetter("repetition_penalty", "presence_penalty", "frequency_penalty")
         return _columns(self._params, names, self._device)
 
     def positions(self, row_drafts: RowDrafts | None) -> NDArray[np.int64]:
-        """Return the position of each row's next token, after its drafts if there are some."""
+        """Return the position of each row's next token, after its drafts, if any."""
         num_sampled = np.array([completion.num_sampled for completion in self.completions], np.int64)
         lengths = self.prompt_lengths + num_sampled
         return lengths if row_drafts is None else lengths + row_drafts.counts
 
     def next_keys(self) -> torch.Tensor:
-        """Return the noise keys of the rows' next tokens, as `sample_tokens` takes them; made for several steps."""
+        """Return the noise keys of the rows' next tokens, for `sample_tokens`; computed for several steps at once."""
         first, keys = self._keys
         step = self.completions[0].num_sampled - first
         if not 0 <= step < len(keys):
@@ -154,12 +156,12 @@ class SamplingRows:
 
 
 def index_tensor(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return values as int64 [n] on the device."""
+    """Return values as an int64 tensor [n] on the device."""
     return to_device([np.array(values, np.int64)], device)[0]
 
 
 def row_pairs(rows: Sequence[int], tokens: Sequence[NDArray[np.int64]], device: torch.device) -> Pairs:
-    """Return each row with its tokens as pairs, two tensors int64 [n]; one request may name all of a vocabulary."""
+    """Return (row, token) pairs as two int64 tensors; a request may name a whole vocabulary."""
     sizes = [len(row_tokens) for row_tokens in tokens]
     row_indices = np.repeat(np.array(rows, np.int64), sizes)
     first, second = to_device([row_indices, np.concatenate(tokens)], device)
@@ -167,19 +169,18 @@ def row_pairs(rows: Sequence[int], tokens: Sequence[NDArray[np.int64]], device: 
 
 
 def _filters(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    drawn = [row_params for row_params in params if not row_params.is_greedy]
-    filters = {"temperature": _columns(params, _temperature, device)}
-    if any(0 < row_params.top_k < vocab_size for row_params in drawn):
-        limits = [vocab_size] * len(params)
-        for row, row_params in enumerate(params):
-            if row_params.top_k > 0:
-                limits[row] = min(row_params.top_k, vocab_size)
-        filters["top_k"] = index_tensor(limits, device)
-    if any(row_params.top_p < 1 for row_params in drawn):
-        filters["top_p"] = _columns(params, attrgetter("top_p"), device)
-    if any(row_params.min_p > 0 for row_params in drawn):
-        filters["min_p"] = _columns(params, attrgetter("min_p"), device)
-    return filters
+    tensors = {"temperature": _columns(params, _temperature, device)}
+    values = [row_params.filters for row_params in params]
+    drawn = [row for row, row_params in zip(values, params, strict=True) if not row_params.is_greedy]
+    for name, kind in FILTERS.items():
+        if not any(kind.cuts(row[name], vocab_size) for row in drawn):
+            continue
+        numbers = [kind.number(row[name]) for row in values]
+        if kind.num_best is None:
+            numbers = [min(number, vocab_size) for number in numbers]
+        column = np.array(numbers, np.int64 if kind.dtype == torch.int64 else np.float32)
+        tensors[name] = to_device([column], device)[0]
+    return tensors
 
 
 def _temperature(params: SamplingParams) -> float:
@@ -194,9 +195,9 @@ def _columns(
 
 
 def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return rows [V] or [n, V] one below the other, [num_rows, V].
+    """Stack rows [V] or [n, V] into one matrix [num_rows, V].
 
-    The rows of one forward are views of one matrix, in order: 256 of 150,000 logits would take 150 MB to copy.
+    If the rows are consecutive views of one forward's matrix, return a view, because a copy could take over 100 MB.
     """
     base, width = rows[0]._base, rows[0].shape[-1]
     if base is not None and base.dim() == 2 and base.is_contiguous() and _is_row_of(rows[0], base):
@@ -216,5 +217,5 @@ def row_matrix(rows: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_row_of(row: torch.Tensor, base: torch.Tensor) -> bool:
-    """Return whether it lies along the rows of `base`; a column of a square matrix may begin at the same address."""
+    """Return whether a view is made of rows of `base`; a column may begin at the same address."""
     return row.shape[-1] == base.shape[1] and row.dtype == base.dtype and row.stride(-1) == 1

@@ -1,16 +1,15 @@
-"""Sampling of a step's tokens, and the one copy of their ids to the host."""
+"""Sampling of a step's tokens, with one copy of the ids to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paged.batch import DrawToken
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.counts import TokenCounts
 from paged.executors.sampling.logprobs import logprob_table, own_and_best
@@ -18,59 +17,70 @@ from paged.executors.sampling.noise import Stream, noise_keys, split_keys, unifo
 from paged.executors.sampling.own_rules import Span, own_rules
 from paged.executors.sampling.rejection_sampling import rejection_sample
 from paged.executors.sampling.rows import RowDrafts, SamplingRows, index_tensor, row_pairs
-from paged.kernels.common.operation import Bound
+from paged.kernels.core.operation import Bound
+from paged.kernels.sampling.definition import penalised
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties
-from paged.kernels.sampling.sample_tokens import filter_logits, sample_tokens
-from paged.kernels.sampling.torch_ops.sample_tokens import penalised
-from paged.staging import HostCopy, to_device
+from paged.kernels.sampling.sample_tokens import FILTERS, filter_logits, sample_tokens
+from paged.step.batch import DrawToken
+from paged.step.staging import HostCopy, to_device
+
+# New tokens of each completion, and the log probability by token id of each token or None.
+_Tokens = tuple[list[list[int]], list[list[dict[int, float]]] | None]
 
 
-class Sampled(NamedTuple):
-    """The tokens that each completion gained and, if requested, log probability by token id for each."""
-
-    token_ids: list[list[int]]
-    logprobs: list[list[dict[int, float]]] | None = None
-
-
-class SampledOnDevice(NamedTuple):
-    """Tokens that are sampled on the device, perhaps not yet.
+class Sampled:
+    """New tokens of completions: on the device from the start, on the host after `read`.
 
     Attributes:
-        token_ids: int64 [n] on the device, one for each completion; None if drafts are verified.
-        read: waits for the copy to the host, which is under way, and returns the tokens.
+        completions: completions that get the tokens.
+        device_ids: int64 [n] on the device, one for each completion; None if drafts are verified.
+        token_ids: tokens of each completion.
+        logprobs: log probability by token id of each token; None if no completion requests any.
     """
 
-    token_ids: torch.Tensor | None
-    read: Callable[[], Sampled]
+    def __init__(
+        self, completions: list[Completion], device_ids: torch.Tensor | None, copied: Callable[[], _Tokens]
+    ) -> None:
+        """copied: waits for the running copy to the host and returns the tokens."""
+        self.completions = completions
+        self.device_ids = device_ids
+        self.token_ids: list[list[int]] = []
+        self.logprobs: list[list[dict[int, float]]] | None = None
+        self._copied = copied
 
     @classmethod
-    def of(cls, token_ids: torch.Tensor) -> SampledOnDevice:
-        """Start the copy of one token for each completion, int64 [n]."""
-        host = HostCopy(token_ids)
-        return cls(token_ids, lambda: Sampled(host.numpy()[:, None].tolist()))
+    def of(cls, completions: list[Completion], device_ids: torch.Tensor) -> Sampled:
+        """Start to copy one token for each completion, int64 [n]."""
+        host = HostCopy(device_ids)
+        return cls(completions, device_ids, lambda: (host.numpy()[:, None].tolist(), None))
+
+    def read(self) -> Sampled:
+        """Wait for the copy; set the tokens on the host, and return the object."""
+        self.token_ids, self.logprobs = self._copied()
+        return self
 
 
 class Drafts(NamedTuple):
-    """Drafts for completions, and the probabilities of their draws, float32 [n, k, V]; None if they are certain."""
+    """Drafts for completions, and the distributions they were drawn from, float32 [n, k, V]; None if certain."""
 
     token_ids: list[list[int]]
     probs: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, num_completions: int) -> Drafts:
-        """Return no drafts for each completion."""
+        """Return empty drafts for each completion."""
         return cls([[] for _ in range(num_completions)])
 
 
-# Logits with masks and biases applied, and the penalties that are not applied yet.
+# Logits after masks and biases, and the penalties that are still to be applied.
 _Ruled = tuple[torch.Tensor, Penalties | None]
 
 
 class Sampler:
-    """Samples for completions. A row's token depends only on its own logits, parameters, tokens and seed.
+    """Samples tokens. A row's token depends only on the row's logits, parameters, tokens and seed.
 
-    The token is -1 if the logits leave none to choose: all of them NaN or -inf.
+    The token is -1 if all logits are NaN or -inf.
 
     has_raw_logprobs: see `EngineConfig.logprobs_mode`.
     """
@@ -83,26 +93,26 @@ class Sampler:
         self._last: SamplingRows | None = None
         self._best = Bound(greedy_argmax)
 
-    def sample(self, logits: torch.Tensor, completions: list[Completion]) -> SampledOnDevice:
+    def sample(self, logits: torch.Tensor, completions: list[Completion]) -> Sampled:
         """Sample one token for each completion, from logits float32 [n, V]."""
         rows = self._rows(completions)
         if rows.is_plain and rows.num_logprobs is None:
-            return SampledOnDevice.of(self._best(logits))
+            return Sampled.of(completions, self._best(logits))
         spans = [Span(completions[row], row, ()) for row in rows.reading]
         ruled = self._ruled(own_rules(logits, spans), rows, None)
         _, penalties = ruled
         tokens = self._choose(ruled, rows, None)
         if rows.num_logprobs is not None and not self._has_raw_logprobs:
-            logits = self._filtered(ruled, rows)  # before the new tokens count in the penalties
+            logits = self._filtered(ruled, rows)  # before the new tokens change the penalties
         if self._counts is not None and penalties is not None:
             index = rows.penalised_rows
             self._counts.add([completions[row] for row in rows.penalised], penalties.rows[index], tokens[index])
         if rows.num_logprobs is None:
-            return SampledOnDevice.of(tokens)
-        return self._with_logprobs(logits, rows, tokens[:, None], None, [1] * len(completions))
+            return Sampled.of(completions, tokens)
+        return self._with_logprobs(logits, completions, rows, tokens[:, None], None, [1] * len(completions))
 
     def draws(self, completions: list[Completion]) -> list[DrawToken] | None:
-        """Return policies by which an executor draws the tokens of `sample`; None if rows need more than filters."""
+        """Return policies by which the executor draws the tokens itself; None if rows need more than filters."""
         rows = self._rows(completions)
         if not rows.is_free or rows.num_logprobs is not None:
             return None
@@ -113,16 +123,19 @@ class Sampler:
             if params.is_greedy:
                 draws.append(DrawToken(0.0, (low, high)))
                 continue
-            top_k = params.top_k if 0 < params.top_k < self._vocab_size else 0
-            draws.append(DrawToken(params.temperature, (low, high), top_k, params.top_p, params.min_p))
+            filters: dict[str, Any] = {}
+            for name, value in params.filters.items():
+                if FILTERS[name].cuts(value, self._vocab_size):
+                    filters[name] = value
+            draws.append(DrawToken(params.temperature, (low, high), **filters))
         return draws
 
     def propose(
         self, logits: torch.Tensor, completions: list[Completion], drafts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw a draft model's next tokens, int64 [n], and return their probabilities [n, V] unless all are certain.
+        """Draw a draft model's next tokens int64 [n]; also return the distributions [n, V] unless all are certain.
 
-        drafts: int64 [n, drafts so far], on the device.
+        drafts: int64 [n, drafts so far] on the device.
         """
         rows = self._rows(completions)
         row_drafts = RowDrafts(drafts, np.full(len(completions), drafts.shape[1], np.int64))
@@ -132,10 +145,10 @@ class Sampler:
             return tokens, None
         return tokens, self._filtered(ruled, rows).softmax(-1)
 
-    def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> SampledOnDevice:
-        """Choose the drafts that each completion keeps, and one token more.
+    def verify(self, logits: torch.Tensor, completions: list[Completion], drafts: Drafts) -> Sampled:
+        """Accept drafts of each completion and sample one more token.
 
-        logits: [num_rows, V], a row for each draft of a completion and one more.
+        logits: [num_rows, V]; each completion has a row for each draft and one more.
         """
         counts = [len(ids) for ids in drafts.token_ids]
         sizes = [count + 1 for count in counts]
@@ -171,7 +184,7 @@ class Sampler:
         tokens, accepted = rejection_sample(filtered, first_rows, ids, num_drafts, drafts.probs, uniforms, keys)
         if not self._has_raw_logprobs:
             logits = filtered
-        return self._with_logprobs(logits, rows, tokens, accepted, sizes)
+        return self._with_logprobs(logits, completions, rows, tokens, accepted, sizes)
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a finished completion."""
@@ -180,8 +193,8 @@ class Sampler:
             self._counts.forget(completion)
 
     def reset(self) -> None:
-        """Drop all state, which an error may have left half done; it is built again."""
-        self._counts = self._last = None  # built when it is needed, as there may be no memory now
+        """Drop all state after an error, which may have left it inconsistent; it is rebuilt on use."""
+        self._counts = self._last = None  # rebuilt later, because memory may be short now
 
     def _rows(self, completions: list[Completion]) -> SamplingRows:
         if self._last is None or self._last.completions != completions:
@@ -189,7 +202,7 @@ class Sampler:
         return self._last
 
     def _choose(self, ruled: _Ruled, rows: SamplingRows, row_drafts: RowDrafts | None) -> torch.Tensor:
-        """Return tokens int64 [n]; with `row_drafts`, the next drafts after these."""
+        """Return tokens int64 [n], or with `row_drafts` the tokens after these drafts."""
         logits, penalties = ruled
         if rows.is_plain:
             return self._best(logits)
@@ -201,14 +214,14 @@ class Sampler:
         return sample_tokens(logits, keys, **rows.filters, penalties=penalties)
 
     def _filtered(self, ruled: _Ruled, rows: SamplingRows) -> torch.Tensor:
-        """Return the logits of the distributions that tokens are drawn from, -inf for excluded tokens."""
+        """Return the logits of the final distributions, -inf for excluded tokens."""
         logits, penalties = ruled
         if penalties is not None:
             logits = penalised(logits, penalties, rows.penalised_rows)
         return filter_logits(logits, **rows.filters)
 
     def _ruled(self, logits: torch.Tensor, rows: SamplingRows, row_drafts: RowDrafts | None) -> _Ruled:
-        """Return the logits, or a copy with masks and biases if any row has some; masked ones become -inf."""
+        """Return the logits, or a copy with masks (-inf) and biases if any row has them, and the penalties."""
         penalties = self._penalties(rows, row_drafts)
         banned_rows, banned_tokens = [], []
         for row in rows.with_minimum:
@@ -226,7 +239,7 @@ class Sampler:
         if rows.allowed is not None:
             allowed_rows, pairs = rows.allowed
             kept = logits[pairs]
-            # Not by the pairs: a row that allows 150,000 tokens would be filled as many times, which takes 16 s.
+            # Fill by distinct rows. Filling by pairs would fill a row once for every allowed token.
             logits.index_fill_(0, allowed_rows, -torch.inf)
             logits[pairs] = kept
         if rows.biased is not None:
@@ -238,13 +251,13 @@ class Sampler:
         return logits, penalties
 
     def _end_whole_texts(self, logits: torch.Tensor, masked: torch.Tensor, rows: SamplingRows) -> None:
-        """Take back the other rules where a token mask leaves only tokens that end the output: its text is whole."""
+        """Undo all other rules in rows whose token mask allows only end tokens, because their text is complete."""
         ends = [rows.completions[row].request.end_ids for row in rows.with_mask_and_rules]
         index = index_tensor(rows.with_mask_and_rules, self._device)
         by_mask = masked[index]
-        others = by_mask.clone()
-        others[row_pairs(range(len(ends)), ends, self._device)] = -torch.inf
-        is_whole = (others == -torch.inf).all(dim=1, keepdim=True)
+        without_ends = by_mask.clone()
+        without_ends[row_pairs(range(len(ends)), ends, self._device)] = -torch.inf
+        is_whole = (without_ends == -torch.inf).all(dim=1, keepdim=True)
         logits[index] = torch.where(is_whole, by_mask, logits[index])
 
     def _penalties(self, rows: SamplingRows, row_drafts: RowDrafts | None) -> Penalties | None:
@@ -270,15 +283,16 @@ class Sampler:
     def _with_logprobs(
         self,
         logits: torch.Tensor,
+        completions: list[Completion],
         rows: SamplingRows,
         tokens: torch.Tensor,
         accepted: torch.Tensor | None,
         sizes: Sequence[int],
-    ) -> SampledOnDevice:
-        """Start one copy of tokens [n, k + 1], counts of accepted drafts and log probabilities.
+    ) -> Sampled:
+        """Start one copy of tokens [n, k + 1], numbers of accepted drafts, and log probabilities.
 
-        It is float64, which holds ids exactly. `logits` has `sizes` rows for each of the n completions; only the rows
-        of those that want log probabilities are read.
+        The copy is float64, which holds ids exactly. Completion i has `sizes[i]` rows of `logits`. Only rows of
+        completions that request log probabilities are read.
         """
         width, logprob_rows = tokens.shape[1], rows.with_logprobs
         newest = None
@@ -288,7 +302,7 @@ class Sampler:
             num_accepted = torch.zeros_like(tokens[:, 0])
         parts = [tokens, num_accepted]
         if rows.num_logprobs is not None:
-            places: list[int] = []  # of each row's token in the flattened tokens
+            places: list[int] = []  # index of each row's token in the flattened tokens
             for index, size in enumerate(sizes):
                 places += range(index * width, index * width + size)
             chosen = tokens.flatten()[index_tensor([places[row] for row in logprob_rows], self._device)]
@@ -297,12 +311,12 @@ class Sampler:
             parts += own_and_best(logits, chosen, rows.num_logprobs)
         host = HostCopy(torch.cat([part.double().flatten() for part in parts]))
         shapes = [part.shape for part in parts]
-        return SampledOnDevice(newest, lambda: _unpack(host.numpy(), shapes, rows, sizes))
+        return Sampled(completions, newest, lambda: _unpack(host.numpy(), shapes, rows, sizes))
 
 
 def _unpack(
     host: NDArray[np.float64], shapes: Sequence[torch.Size], rows: SamplingRows, sizes: Sequence[int]
-) -> Sampled:
+) -> _Tokens:
     """Read the copy of `Sampler._with_logprobs`."""
     parts = []
     start = 0
@@ -315,7 +329,7 @@ def _unpack(
     for row_ids, count in zip(ids.astype(np.int64).tolist(), num_kept.astype(np.int64).tolist(), strict=True):
         kept_ids.append(row_ids[: count + 1])
     if rows.num_logprobs is None:
-        return Sampled(kept_ids)
+        return kept_ids, None
     lines = {row: line for line, row in enumerate(rows.with_logprobs)}
     chosen, values, indices = logprobs
     tables: list[list[dict[int, float]]] = []
@@ -326,4 +340,4 @@ def _unpack(
             continue
         span = slice(lines[start], lines[start] + len(token_ids))
         tables.append(logprob_table(token_ids, chosen[span], values[span, :count], indices[span, :count]))
-    return Sampled(kept_ids, tables)
+    return kept_ids, tables

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
@@ -17,11 +16,12 @@ from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.executors.speculation.drafting import cut_limits, draw
 from paged.seq_id import SeqId
+from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 
 
 @dataclass
 class _DraftSequence:
-    """A text in the draft model's cache: `length` tokens of the completion, then `drafts`."""
+    """Sequence in the draft model's cache: `length` tokens of the completion, then `drafts`."""
 
     handle: KvCacheHandle
     length: int = 0
@@ -29,14 +29,14 @@ class _DraftSequence:
 
 
 class DraftModel:
-    """A `Proposer` that runs a draft model with the target's vocabulary, for all completions in one forward.
+    """`Proposer` that runs a draft model with the target's vocabulary, for all completions in one forward.
 
-    The draft model has its own K/V. A sequence gets no drafts while it catches up, or if the cache has no free blocks.
-    The output does not depend on drafts.
+    The draft model has its own K/V. A sequence gets no drafts while the draft model catches up, or if the cache has no
+    free blocks. Drafts do not change the output.
 
     Args:
-        num_tokens: most drafts for a sequence.
-        token_budget: tokens per step for prefilling texts that the draft model has not seen.
+        num_tokens: maximum number of drafts for a sequence.
+        token_budget: tokens per step to prefill texts that the draft model has not seen.
 
     Raises:
         InvalidInputError: num_tokens is not positive.
@@ -68,7 +68,7 @@ class DraftModel:
             chosen, device_ids = items, None
             if newest is not None:
                 if self._takes_device_ids:
-                    device_ids = newest  # `draw` sees a -1, which is no token
+                    device_ids = newest  # `draw` handles -1 (no token)
                     token_ids = [0] * len(rows)  # placeholders
                 else:
                     token_ids = newest.tolist()
@@ -78,7 +78,7 @@ class DraftModel:
             answers = self._executor.unified_decode(UnifiedBatch(chosen, device_ids))
             return row_matrix([row for row in answers if row is not None])
 
-        if not active:  # all are catching up
+        if not active:  # the draft model still lacks tokens of every completion
             if items:
                 self._executor.unified_decode(UnifiedBatch(items))
             return Drafts.empty(len(completions))
@@ -93,7 +93,7 @@ class DraftModel:
 
     def forget(self, completion: Completion) -> None:
         self._sequences.pop(completion.seq_id, None)
-        if self._manager.get_handle(_draft_id(completion.seq_id)) is not None:  # even if it was not recorded yet
+        if self._manager.get_handle(_draft_id(completion.seq_id)) is not None:  # `_sequences` may not have it yet
             self._executor.release_cache(_draft_id(completion.seq_id))
         self._sampler.forget(completion)
 
@@ -108,7 +108,7 @@ class DraftModel:
     def _catch_up(
         self, completions: Sequence[Completion], limits: Sequence[int]
     ) -> tuple[list[UnifiedBatchItem], list[int]]:
-        """Return items with tokens that the draft model lacks, and the indices of completions that then lack none."""
+        """Return items with the tokens that the draft model lacks, and the indices of completions then up to date."""
         items: list[UnifiedBatchItem] = []
         active: list[int] = []
         budget = self._token_budget
@@ -144,7 +144,7 @@ class DraftModel:
         return sequence
 
     def _roll_back(self, sequence: _DraftSequence, completion: Completion) -> int:
-        """Roll back rejected drafts; return the number of remaining tokens."""
+        """Roll back rejected drafts; return the number of tokens left in the cache."""
         kept = sequence.length
         for draft, token in zip(sequence.drafts, completion.tokens_from(sequence.length), strict=False):
             if draft != token:
@@ -163,5 +163,5 @@ class DraftModel:
 
 
 def _draft_id(seq_id: SeqId) -> SeqId:
-    """Return an id for the draft sequence; target and draft model may share a cache."""
+    """Return the id of the draft sequence, distinct because target and draft model may share a cache."""
     return f"draft of {seq_id}"

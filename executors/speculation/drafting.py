@@ -1,4 +1,4 @@
-"""The interface of sources of drafts, and the drafts of a step."""
+"""Interface of draft sources, and drafting for a step."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from paged.executors.isolation import attempt, quietly
 from paged.executors.requests.request import NO_TOKEN, Completion
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts, Sampler
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 
 _LOG = logging.getLogger("paged")
 
 
 class Proposer(Protocol):
-    """A source of drafts for completions that decode.
+    """Source of drafts for decoding completions.
 
     Attributes:
-        num_tokens: most drafts for a completion.
-        vocab_size: vocabulary of the drafts; None if they are tokens of the text.
+        num_tokens: maximum number of drafts for a completion.
+        vocab_size: vocabulary size of the drafts; None if drafts are copied from the text.
     """
 
     num_tokens: int
     vocab_size: int | None
 
     def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        """Draft at most `limits` tokens for each completion; drafting none is always allowed."""
+        """Draft at most `limits[i]` tokens for completion i; fewer or none are always allowed."""
 
     def forget(self, completion: Completion) -> None:
         """Drop the state of a completion that has finished or was preempted."""
@@ -42,16 +42,16 @@ class Proposer(Protocol):
 
 
 class Drafter:
-    """The drafts of a step.
+    """Drafts for the completions of a step.
 
-    If a proposer raises or proposes invalid tokens, it forgets its completions. The output does not change.
+    If a proposer raises or proposes invalid tokens, it has to forget its completions. The output does not change.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, manager: PagedKvCacheManager | None) -> None:
         self._proposer, self._vocab_size, self._manager = proposer, vocab_size, manager
 
     def draft(self, decodes: Sequence[Completion]) -> Drafts | None:
-        """Let the newest tokens of completions run next, followed by drafts; return the drafts, or None."""
+        """Set the completions' chunks to their newest tokens and drafts; return the drafts, or None."""
         limits = [completion.request.max_tokens - len(completion.token_ids) - 1 for completion in decodes]
         warn = partial(_LOG.warning, "no drafts in this step: %s")
         drafts = attempt(warn, _propose, self._proposer, decodes, limits, self._vocab_size)
@@ -68,7 +68,7 @@ class Drafter:
         quietly(self._proposer.forget, completion)
 
     def make_room(self) -> bool:
-        """Free everything that drafts hold in the target's cache; return False if they hold nothing."""
+        """Free the drafts' blocks in the target's cache; return False if there are none."""
         if self._manager is None:
             return False
         warn = partial(_LOG.warning, "drafts gave no room: %s")
@@ -85,9 +85,9 @@ def _propose(proposer: Proposer, decodes: Sequence[Completion], limits: Sequence
 
 
 def cut_limits(completions: Sequence[Completion], limits: Sequence[int], *, num_tokens: int, longest: int) -> list[int]:
-    """Return how many drafts each completion gets: its limit, at most `num_tokens`, and as many as its positions allow.
+    """Return the number of drafts of each completion: its limit, cut by `num_tokens` and by the maximum length.
 
-    The last draft is not run, so it may lie one position beyond the longest sequence.
+    The last draft is not run, so it may lie one position beyond the maximum length.
     """
     cut = []
     for completion, limit in zip(completions, limits, strict=True):
@@ -102,13 +102,13 @@ def draw(
     active: Sequence[int],
     run: Callable[[Sequence[int], torch.Tensor | None], torch.Tensor],
 ) -> Drafts:
-    """Draw `limits` drafts, one or more, for the completions with the indices `active`, one after the other.
+    """Draw `limits` drafts (one or more each), token by token, for the completions with indices `active`.
 
-    run: returns the logits [n, V] of the next drafts of n completions, given their indices and their last drafts, int64
-    [n] on the device, or None before the first.
+    run: maps indices of n completions and their last drafts (int64 [n] on the device, None at first) to the logits [n,
+    V] of their next drafts.
 
     Raises:
-        PagedError: logits left no token to choose.
+        PagedError: all logits of a row are NaN or -inf.
     """
     drawn, device = active, sampler.device
     width = max(limits[row] for row in drawn)
@@ -137,7 +137,7 @@ def draw(
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:
-    """Return the drafts of `completions`, in their order; completions without drafts get none."""
+    """Return drafts in the order of `completions`, empty for completions without drafts."""
     rows = {completion: row for row, completion in enumerate(decodes)}
     chosen = []
     token_ids = []

@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft head of the target: a multi-token or an EAGLE-3 head."""
+"""Speculative decoding with a draft head of the target: a multi-token prediction head or an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from paged.models.paged_lm import PagedCausalLM
 
 
 class HeadProposer:
-    """A `Proposer` that runs the draft head that the target was loaded with (`LoadOptions.draft`).
+    """`Proposer` that runs the draft head that the target was loaded with (`LoadOptions.draft`).
 
-    The head reads the target's hidden states of the step before, and its K/V lie in the target's blocks. If the cache
-    lacks free blocks for all drafts, only half of the sequences get any, or a quarter, and so on. The output does not
-    depend on drafts.
+    The head reads the target's hidden states of the previous step, and its K/V are in the target's blocks. If free
+    blocks are short, only half of the sequences get drafts, or a quarter, and so on. Drafts do not change the output.
 
     Args:
         target: executor of the target.
-        num_tokens: most drafts for a sequence; after the first, the head reads its own hidden state.
+        num_tokens: maximum number of drafts for a sequence. After the first draft, the head reads its own hidden state.
 
     Raises:
         InvalidInputError: num_tokens is not positive.
@@ -56,7 +55,7 @@ class HeadProposer:
             try:
                 return self._draw(completions, limits, active)
             except OutOfBlocksError:
-                active = active[: len(active) // 2]  # those that are preempted last
+                active = active[: len(active) // 2]  # keep the sequences that would be preempted last
         return Drafts.empty(len(completions))
 
     def forget(self, completion: Completion) -> None:

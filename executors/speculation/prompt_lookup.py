@@ -1,4 +1,4 @@
-"""Speculative decoding without a draft model: the drafts followed the same n-gram earlier in the text."""
+"""Speculative decoding by prompt lookup: drafts are the tokens that followed the same n-gram earlier in the text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paged.seq_id import SeqId
 
 
 class PromptLookup:
-    """A `Proposer` that looks up n-grams in the text (prompt lookup decoding, Saxena, 2023).
+    """`Proposer` that looks up n-grams in the text (prompt lookup decoding, Saxena, 2023).
 
     Args:
-        num_tokens: most drafts for a completion.
-        max_ngram: length of the longest n-gram to look up; shorter ones follow.
+        num_tokens: maximum number of drafts for a completion.
+        max_ngram: length of the longest n-gram; shorter n-grams are tried after it.
 
     Raises:
         InvalidInputError: a number is below 1.
@@ -47,7 +47,7 @@ class PromptLookup:
 
 
 class _Text:
-    """A growing text, and where each n-gram of at most `max_ngram` tokens in it last ended."""
+    """A growing text with the last end position of each n-gram of up to `max_ngram` tokens."""
 
     def __init__(self, max_ngram: int) -> None:
         self.tokens: list[int] = []
@@ -55,7 +55,7 @@ class _Text:
         self._ends: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens. N-grams that end with the newest token are recorded later, as `continuation` looks them up."""
+        """Add tokens. N-grams that end at the newest token are noted later, because `continuation` looks them up."""
         first = max(len(self.tokens), 1)
         self.tokens += tokens
         for end in range(first, len(self.tokens)):
@@ -63,7 +63,7 @@ class _Text:
                 self._ends[tuple(self.tokens[end - size : end])] = end
 
     def continuation(self, count: int) -> list[int]:
-        """Return the tokens that followed the longest n-gram at the end where it occurred before."""
+        """Return the tokens that followed the longest n-gram at the end of the text at its previous occurrence."""
         for size in range(min(self._max_ngram, len(self.tokens) - 1), 0, -1):
             end = self._ends.get(tuple(self.tokens[-size:]))
             if end is not None:

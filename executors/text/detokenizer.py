@@ -1,4 +1,4 @@
-"""Incremental decoding: the text of a growing list of token ids."""
+"""Incremental decoding of a growing list of token ids to text."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 
-# Tokens that may wait for the end of a character. A UTF-8 character has at most 4 bytes, so longer waits are no text.
+# Maximum number of tokens that may wait for the end of a character. A UTF-8 character has up to 4 bytes, so more tokens
+# are no text.
 _MAX_PENDING = 16
 _CHARACTER_BYTES = 4
 
 
-Message = Mapping[str, Any]  # of a chat: "role", "content" and what a template reads besides
+Message = Mapping[str, Any]  # chat message: "role", "content" and further keys for the template
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface of the engine; tokenizers of `tokenizers` and transformers have it."""
+    """Tokenizer interface of the engine, which tokenizers of `tokenizers` and transformers implement."""
 
     def decode(self, token_ids: list[int], /) -> str: ...
 
 
 @runtime_checkable
 class PromptTokenizer(Tokenizer, Protocol):
-    """A tokenizer that also encodes prompts, in which special tokens are plain text; see `ChatTokenizer`."""
+    """Tokenizer that also encodes prompts, with special tokens as plain text; see `ChatTokenizer`."""
 
     def encode(self, text: str, /) -> list[int]: ...
 
@@ -32,10 +33,10 @@ class PromptTokenizer(Tokenizer, Protocol):
 
 
 class Detokenizer:
-    """Returns the text that new tokens add, in linear time.
+    """Computes the text that new tokens add, in linear time.
 
-    A token's text may depend on the one before it (a leading space), and a character may take several tokens. So the
-    text is the difference between two decodings of the last few tokens, and waits for the end of an unfinished
+    A token's text may depend on the previous token (a leading space), and a character may take several tokens.
+    Therefore the text is the difference of two decodings of the last few tokens. It waits for the end of an unfinished
     character, for at most 16 tokens.
     """
 
@@ -45,7 +46,7 @@ class Detokenizer:
         self._read = 0
 
     def read(self, token_ids: list[int], end: int, *, is_last: bool = False) -> str:
-        """Return the text that the tokens before `end` add to the text read so far; `token_ids` only grows."""
+        """Return the text that the tokens before `end` add to the text read so far. `token_ids` must only grow."""
         if end <= self._read:
             return ""
         before = self._decode(token_ids[self._context : self._read])
@@ -64,7 +65,7 @@ class Detokenizer:
         return text
 
     def _finished(self, token_ids: list[int], end: int, after: str) -> tuple[int, str]:
-        """Return the end and text of the longest prefix of tokens without a cut character, or of all if none."""
+        """Return end and text of the longest prefix of tokens that cuts no character, else of all tokens."""
         for cut in range(end - _CHARACTER_BYTES + 1, end - 2 * _CHARACTER_BYTES, -1):
             text = self._decode(token_ids[self._context : cut])
             if after.startswith(text):

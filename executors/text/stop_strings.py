@@ -8,10 +8,10 @@ from collections.abc import Sequence
 class StopReader:
     """Searches a growing text for stop strings.
 
-    The start of the held text only moves forward, so each character is tried as the start of a string once.
+    The start of the held text only moves forward, so each character is tried once as the start of a stop string.
 
     Attributes:
-        held: the end of the text that may begin a stop string, so it is not shown yet.
+        held: end of the text that may begin a stop string and is not shown yet.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -20,10 +20,10 @@ class StopReader:
         self.held = ""
 
     def read(self, added: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Add text; return the characters that can be shown now, and the stop string that ended them, if any.
+        """Add text; return the text that can be shown now and the stop string that ended it, or None.
 
-        The first string to complete wins; if several complete at the same character, the longest. `may_stop=False`
-        skips those that complete within `added`.
+        The first string to complete wins; if several complete at the same character, the longest one does.
+        `may_stop=False` ignores strings that complete within `added`.
         """
         text, before = self.held + added, len(self.held)
         if self._firsts.isdisjoint(text):

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from ..common.attention.plan import AttentionPlan
-from ..common.errors import InvalidInputError
-from ..common.operation import Run, operation
-from ..common.scalars import as_bool, as_int
+from ..core.errors import InvalidInputError, as_bool, as_int
+from ..core.operation import Run, operation
 from .merge_attn_states import merge_attn_states
 from .paged_attention import ATTENTION_OP, check_attention_tensors, new_output, paged_attention
+from .plan import AttentionPlan
 
 
 @operation(new_output, arguments=dict.fromkeys(("plan", "prefix_plan", "return_lse"), ""), **ATTENTION_OP)
@@ -145,7 +144,7 @@ def cascade_plans(
     max_seqlen_k = as_int("max_seqlen_k", max_seqlen_k, shared_prefix_len)
     suffix_plan = AttentionPlan(
         cu_seqlens_q,
-        (seq_lens - shared_prefix_len).clamp_(min=0),  # sequences without queries may be shorter
+        (seq_lens - shared_prefix_len).clamp_(min=0),  # a sequence without queries may be shorter than the prefix
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k - shared_prefix_len,
     )

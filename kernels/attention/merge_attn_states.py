@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
-from ..common.operation import Run, like_the_first, operation
-from .torch_ops import merge_attn_states as torch_op
+from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
+from ..core.operation import Run, like_the_first, operation
+from . import definition
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_lse_a_head", "stride_lse_b_head", "stride_lse_head"])
@@ -50,19 +50,19 @@ def _merge_attn_states_kernel(
     lse_a = tl.load(lse_a_ptr + heads * stride_lse_a_head + tokens * stride_lse_a_token, mask=in_rows, other=0.0)
     lse_b = tl.load(lse_b_ptr + heads * stride_lse_b_head + tokens * stride_lse_b_token, mask=in_rows, other=0.0)
     out_a = tl.load(out_a_ptr + tokens * stride_out_a_token + heads * stride_out_a_head + dims, mask=mask, other=0.0)
-    # Others (FlashAttention) write inf for a row without keys, where this one writes -inf.
+    # FlashAttention writes inf for a row without keys; kernels here write -inf.
     lse_a = tl.where(lse_a == float("inf"), float("-inf"), lse_a)
     lse_b = tl.where(lse_b == float("inf"), float("-inf"), lse_b)
     out_b = tl.load(out_b_ptr + tokens * stride_out_b_token + heads * stride_out_b_head + dims, mask=mask, other=0.0)
     largest = tl.maximum(lse_a, lse_b)
-    # -inf - -inf is NaN: with both sides empty any finite shift gives both the weight exp(-inf) = 0.
+    # -inf - -inf is NaN. If both sides are empty, any finite shift gives both the weight exp(-inf) = 0.
     shift = tl.where(largest == float("-inf"), 0.0, largest)
     weight_a = tl.exp(lse_a - shift)
     weight_b = tl.exp(lse_b - shift)
     total = weight_a + weight_b
     is_empty = total == 0.0
     total = tl.where(is_empty, 1.0, total)
-    # 0 * NaN is NaN: what an empty side holds is left out, not weighed.
+    # 0 * NaN is NaN, so an empty side is left out, not weighted.
     out = tl.where(weight_a == 0.0, 0.0, out_a.to(tl.float32) * (weight_a / total))
     out += tl.where(weight_b == 0.0, 0.0, out_b.to(tl.float32) * (weight_b / total))
     lse = tl.where(is_empty, float("-inf"), shift + tl.log(total))
@@ -105,10 +105,10 @@ def merge_attn_states(
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_last_dim_contiguous(name, tensor)
     if not use_triton(out_a):
-        return torch_op.merge_attn_states
+        return _run_definition
     launch: Callable[..., None] = nothing
     if out_a.numel():
-        launch = _prepare(out_a, lse_a, out_b, lse_b)
+        launch = _launch_for(out_a, lse_a, out_b, lse_b)
 
     def run(
         out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
@@ -121,7 +121,14 @@ def merge_attn_states(
     return run
 
 
-def _prepare(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Launch:
+def _run_definition(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = definition.merge_attn_states(out_a, lse_a, out_b, lse_b, compute=torch.float32)
+    return out.to(out_a.dtype), lse
+
+
+def _launch_for(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Launch:
     num_tokens, num_heads, head_dim = out_a.shape
     block_rows, block_dim = tile(num_tokens * num_heads, head_dim)
     return Launch(

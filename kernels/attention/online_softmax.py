@@ -1,33 +1,30 @@
 """The inner loop of attention: a tile of queries against blocks of keys, by an online softmax.
 
 Scores exist for BLOCK_N keys at a time. Each row keeps the largest score so far, the sum of its weights relative to
-that, and the weighted sum of values; where a block brings a larger score, both sums are scaled down to it before the
-block's own are added (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022). Scores are kept in base 2,
-since exp2 is the instruction that chips have.
+this score, and the weighted sum of values. If a block has a larger score, both sums are scaled down to it before the
+block's sums are added (Milakov and Gimelshein, 2018; Dao et al., "FlashAttention", 2022). Scores are in base 2, because
+chips have an instruction for exp2.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..common.attention.keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
-from ..common.attention.merge_splits import LOG2E, finite
-from ..common.compat import tl, triton
-from ..common.dot import dot
-from ..common.fp8 import decode_e4m3, decode_e5m2
+from ..core.compat import dot, tl, triton
+from ..core.dtypes import decode_e4m3, decode_e5m2
+from .keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
+from .merge_splits import LOG2E, finite
 
 
 @triton.jit
 def _exact_tanh(x):
-    """tanh of float32 to 3 units in the last place, which a softcap of 50 needs: 1e-5 of a score, and so of a weight.
+    """tanh of float32 to 3 units in the last place, which a softcap of 50 needs.
 
-    exp2 and / are approximate on NVIDIA, 2^-22.5 and 2 units, with which a weight was off by 2.4e-5. Here
-    tanh(x) = (e^2x - 1) / (e^2x + 1), with 2x = n ln 2 + r, ln 2 in two parts of which n times the first is exact, and
-    e^r - 1 by its series, whose next term is 2^-26 of it. In SASS for sm_90 a score takes some 50 instructions more, of
-    the 330 that it takes at head_dim 128.
+    NVIDIA's exp2 and / are approximate, too inexact for large caps, see limits.md. Here tanh(x) = (e^2x - 1) / (e^2x +
+    1), with 2x = n ln 2 + r. ln 2 has two parts, so that n times the first is exact. e^r - 1 is its series.
     """
     doubled = 2.0 * tl.abs(x)
-    doubled = tl.where(doubled > 20.0, 20.0, doubled)  # beyond 18.1 tanh rounds to 1; NaN stays
+    doubled = tl.where(doubled > 20.0, 20.0, doubled)  # beyond 18.1 tanh rounds to 1; keeps NaN
     n = tl.floor(doubled * LOG2E + 0.5)
     r = tl.fma(n, 2.12194440e-4, tl.fma(n, -0.693359375, doubled))
     series = tl.fma(r, 1.0 / 5040, 1.0 / 720)
@@ -42,44 +39,45 @@ def _exact_tanh(x):
     return tl.where(x < 0, -result, result)
 
 
-# Tuples of pointers and numbers, which a kernel makes and passes to its functions. Triton turns constexprs in them into
-# tensors, so that sizes and flags stay arguments. Its cache does not see their fields: they are given by name.
+# Tuples of pointers and numbers that a kernel passes to its functions. Triton turns constexprs in tuples into tensors,
+# so sizes and flags stay arguments. Create tuples by field name, because Triton's cache does not see the names of
+# fields.
 class CachedRows(NamedTuple):
     """K or V of one KV head: a row in every slot of every cache block."""
 
-    cache: Any  # pointer to the head's first element in block 0, or a descriptor of the whole cache; None: V is K
+    cache: Any  # pointer to the head's first element in block 0, or a descriptor of the whole cache; None if V is K
     stride_block: Any
     stride_slot: Any
-    dim_mask: Any  # [padded head_dim], which elements there are, or None where all are
-    scales: Any  # pointer to the head's first scale in block 0, of int8 caches, else None
+    dim_mask: Any  # [padded head_dim], which elements exist, or None if all do
+    scales: Any  # pointer to the head's first scale in block 0 of an int8 cache, else None
     stride_scale_block: Any
     stride_scale_slot: Any
 
 
 class Keys(NamedTuple):
-    """Where the keys of one sequence and KV head are."""
+    """Where to find the keys of one sequence and KV head."""
 
-    block_table_ptr: Any  # the sequence's row
+    block_table_ptr: Any  # the sequence's row of the block table
     kv_head: Any
     context_len: Any  # keys before the first new one
     seq_len: Any
 
 
 class ScoreRules(NamedTuple):
-    """How the rows of a tile, BLOCK_M of them, weigh their keys."""
+    """How the BLOCK_M rows of a tile weigh their keys."""
 
     scale: Any
-    softcap: Any  # None for none
+    softcap: Any  # None without softcap
     position: Any  # [BLOCK_M]
-    slopes: Any  # [BLOCK_M] of ALiBi, or None
-    first_key: Any  # [BLOCK_M] that each row sees, or None where neither window nor chunk is a limit
-    end_key: Any  # [BLOCK_M], one past the last that each row sees
+    slopes: Any  # [BLOCK_M], ALiBi's slopes, or None
+    first_key: Any  # [BLOCK_M], first key of each row; None without window and chunks
+    end_key: Any  # [BLOCK_M], one past the last key of each row
     mask_ptrs: Any  # [BLOCK_M], each row's words of the mask over the new keys, or None
 
 
 @triton.jit
 def _load_rows(cached, offsets, key_mask, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [BLOCK_N, DIM] of K or V by pointers; what is masked is 0."""
+    """Load rows [BLOCK_N, DIM] of K or V by pointers; masked elements are 0."""
     ptrs = cached.cache + offsets[:, None] + tl.arange(0, DIM)[None, :]
     if MASKED and cached.dim_mask is not None:
         rows = tl.load(ptrs, mask=key_mask[:, None] & cached.dim_mask[None, :], other=0)
@@ -94,14 +92,14 @@ def _load_rows(cached, offsets, key_mask, DIM: tl.constexpr, MASKED: tl.constexp
 
 @triton.jit
 def _load_scales(cached, block, slots, key_mask, MASKED: tl.constexpr):
-    """[BLOCK_N], of rows of int8."""
+    """Load the scales [BLOCK_N] of int8 rows."""
     ptrs = cached.scales + row_offsets(block, slots, cached.stride_scale_block, cached.stride_scale_slot)
     return tl.load(ptrs, mask=key_mask, other=0.0) if MASKED else tl.load(ptrs)
 
 
 @triton.jit
 def _decode(codes, dtype: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """8-bit floats as numbers of `dtype`, exact."""
+    """Convert 8-bit floats to `dtype`, exact."""
     numbers = decode_e5m2(codes) if KIND == "e5m2" else decode_e4m3(codes, NATIVE_FP8)
     return numbers.to(dtype)
 
@@ -112,8 +110,8 @@ def _score_block(
     keys,  # Keys
     k_rows,  # CachedRows
     v_rows,
-    block,  # of `load_block_ids`
-    index,  # of the block of keys
+    block,  # from `load_block_ids`
+    index,  # index of the block of keys
     offs_n,  # [BLOCK_N], the keys
     V_HEAD_DIM_PADDED: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
@@ -123,7 +121,7 @@ def _score_block(
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """q @ K^T [BLOCK_M, BLOCK_N], and V [BLOCK_N, V_HEAD_DIM_PADDED] in the dtype of q, of a block of keys."""
+    """Return q @ K^T [BLOCK_M, BLOCK_N] for a block of keys, and V [BLOCK_N, V_HEAD_DIM_PADDED] in the dtype of q."""
     HEAD_DIM_PADDED: tl.constexpr = q.shape[1]
     key_mask = offs_n < keys.seq_len
     slots = key_slots(index, KV_BLOCK_SIZE, BLOCK_N)
@@ -132,7 +130,7 @@ def _score_block(
         k = k_rows.cache.load(box).reshape(BLOCK_N, HEAD_DIM_PADDED)
         v = k if v_rows.cache is None else v_rows.cache.load(box).reshape(BLOCK_N, V_HEAD_DIM_PADDED)
         if MASKED:
-            # Values behind the end may be NaN, and 0 * NaN is NaN: a weight of 0 would not keep them out.
+            # Values after the end may be NaN, and 0 * NaN is NaN, so a weight of 0 would not be enough.
             v = tl.where(key_mask[:, None], v, 0)
     else:
         k_offsets = row_offsets(block, slots, k_rows.stride_block, k_rows.stride_slot)
@@ -142,7 +140,7 @@ def _score_block(
     if KIND == "int8":
         k_scale = _load_scales(k_rows, block, slots, key_mask, MASKED)
         v_scale = _load_scales(v_rows, block, slots, key_mask, MASKED)
-        # Times the weights, a small scale would leave the range of float16.
+        # Scale the values, because a small scale times the weights would leave the range of float16.
         v = v.to(tl.float32) * v_scale[:, None]
         k, v = k.to(q.dtype), v.to(q.dtype)
     elif KIND != "":
@@ -155,12 +153,13 @@ def _score_block(
 
 @triton.jit
 def _is_visible(rules, start, offs_n, context_len, BLOCK_N: tl.constexpr):
-    """[BLOCK_M, BLOCK_N], whether each row sees each of the keys from `start` on."""
+    """[BLOCK_M, BLOCK_N], whether each row sees each key from `start` on."""
     visible = offs_n[None, :] < rules.end_key[:, None]
     if rules.first_key is not None:
         visible = visible & (offs_n[None, :] >= rules.first_key[:, None])
     if rules.mask_ptrs is not None:
-        # A word a row: a tile of bytes would drag the scores into the layout of its loads, 430 spills.
+        # Load one word of mask bits for each row. A tile of bytes would force its layout on the scores, and spill 430
+        # registers.
         word = start // WORD_KEYS - context_len // WORD_KEYS
         bits = tl.load(rules.mask_ptrs + word, mask=word >= 0, other=-1)[:, None]
         if BLOCK_N > WORD_KEYS:
@@ -176,7 +175,7 @@ def _softcapped(scores, scale, softcap, dtype: tl.constexpr):
     if dtype == tl.float32:
         capped = _exact_tanh(scores * (scale / softcap))
     else:
-        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 and -1 where exp overflows or vanishes
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which is 1 or -1 if exp overflows or underflows.
         capped = 1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * LOG2E / softcap)) + 1.0)
     return softcap * capped * LOG2E
 
@@ -191,18 +190,18 @@ def attend(
     k_rows,  # CachedRows
     v_rows,
     rules,  # ScoreRules
-    begin,  # blocks of BLOCK_N keys
+    begin,  # first block of BLOCK_N keys
     end,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,  # caches are descriptors
-    KIND: tl.constexpr,  # of `cache_kinds`
+    KIND: tl.constexpr,  # name of a `KvKind`
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
-    NUM_STAGES: tl.constexpr,  # of the loop's pipeline; None for the launch's
+    NUM_STAGES: tl.constexpr,  # stages of the loop's pipeline; None for the launch's number
 ):
     """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
-    # Otherwise the largest score and the differences to it are scaled, in place of all scores.
+    # Scale all scores only if a mask, softcap or ALiBi needs it. Else scale their maximum and the differences to it.
     SCALED: tl.constexpr = MASKED or rules.softcap is not None or rules.slopes is not None
     next_block = load_block_ids(keys.block_table_ptr, begin, end, keys.seq_len, KV_BLOCK_SIZE, BLOCK_N, MASKED)
     for index in tl.range(begin, end, num_stages=NUM_STAGES):

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
 
-from ..common.attention.keys import NO_LIMIT
-from ..common.attention.plan import MAX_HEAD_DIM, AttentionPlan, BindStep, check_plan, run_step
-from ..common.checks import (
+from ..core.checks import (
     FLOAT_DTYPES,
-    NARROW_DTYPES,
+    MAX_HEAD_DIM,
     check_last_dim_contiguous,
     check_scale,
     check_sequences_fit,
     check_tensor,
     check_writable,
 )
-from ..common.device import use_triton
-from ..common.errors import InvalidInputError
-from ..common.operation import Arguments, Run, operation
-from ..common.scalars import as_bool, as_float, as_int, shown
-from . import launches
-from .config import AttentionCall
-from .torch_ops import paged_attention as torch_op
+from ..core.device import use_triton
+from ..core.dtypes import KV_KINDS
+from ..core.errors import InvalidInputError, as_bool, as_float, as_int, shown
+from ..core.operation import Arguments, Run, operation
+from . import launches, without_triton
+from .call import AttentionCall
+from .keys import NO_LIMIT
+from .plan import AttentionPlan, check_plan
+
+# Most positions of a chosen block, which is an entry of `chosen_blocks`.
+MAX_CHOSEN_BLOCK = 256
 
 
 def _encode(arguments: Arguments) -> None:
@@ -68,6 +69,7 @@ ATTENTION_OP: dict[str, Any] = {
     new_output,
     arguments={"causal": "bool causal=True, Tensor? is_causal=None", "plan": "", "return_lse": ""},
     encode=_encode,
+    step="plan",
     **ATTENTION_OP,
 )
 def paged_attention(
@@ -89,6 +91,8 @@ def paged_attention(
     v_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     attention_chunk_size: int = 0,
+    chosen_blocks: torch.Tensor | None = None,
+    chosen_block_size: int = 0,
     deterministic: bool = False,
     plan: AttentionPlan | None = None,
     out: torch.Tensor | None = None,
@@ -106,8 +110,8 @@ def paged_attention(
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. head_dim and
             v_head_dim are 1 to 512. Rows beyond cu_seqlens_q[-1] are padding and give 0 and -inf.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q, float8_e4m3fn, float8_e5m2 or int8, last
-            dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h reads KV head h //
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or one of 8 bits, see `reshape_and_cache`,
+            last dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h reads KV head h //
             (num_q_heads // num_kv_heads).
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], same dtype, last dimension contiguous. May be a
             view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K and V
@@ -131,6 +135,11 @@ def paged_attention(
             example the branches of a tree of draft tokens. Older keys are not masked; all other limits still apply.
         attention_chunk_size: position i sees position j only if j // attention_chunk_size equals i //
             attention_chunk_size (Llama 4, 2025); 0 for no limit.
+        chosen_blocks: int32 [num_tokens, num_kv_heads, k], last dimension contiguous: the blocks of positions that the
+            heads of a KV head see; all other limits still apply. A negative id chooses none. Each entry counts, so ids
+            of a row should be distinct.
+        chosen_block_size: positions of a chosen block, 1 to 256: block i is positions i * chosen_block_size to (i + 1)
+            * chosen_block_size - 1. It need not fit the cache's block_size. 0 without chosen_blocks.
         deterministic: whether a sequence's results have the same bits in every batch. Slower if few long sequences run
             beside many short ones.
         plan: the step's `AttentionPlan`, to share between layers; None makes one for this call.
@@ -163,31 +172,19 @@ def paged_attention(
     if softmax_scale is not None:
         scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
     chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
+    chosen_block_size = check_chosen_blocks(chosen_blocks, chosen_block_size, q, k_cache)
     max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
     deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
     _check_options(
         q, k_cache, v_cache, seq_lens, max_seqlen_q, is_causal, sinks, alibi_slopes, k_scale, v_scale, mask
     )  # fmt: skip
-    check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
+    has_flags = is_causal is not None
     if is_causal is None and as_bool("causal", causal):
         window_right = 0
     window = window_left, window_right
-    options = scale, window, chunk_size, softcap, deterministic
-    if use_triton(q):
-        bind_step: BindStep[AttentionCall] = partial(
-            launches.bind
-        )  # an object of its own, by which plans keep what it returns
-    else:
-        # Fused attention never writes scores, and takes a third of the time.
-        is_plain = not return_lse and sinks is None and alibi_slopes is None and softcap == 0
-        is_masked = mask is not None or is_causal is not None
-        bind_step = torch_op.bind(
-            q, k_cache, v_cache, window, chunk_size, deterministic, is_plain=is_plain,
-            head_numbers=(sinks, alibi_slopes),
-            takes_loops=not is_masked and k_scale is None and v_scale is None,
-        )  # fmt: skip
+    backend: Any = launches if use_triton(q) else without_triton
 
-    def run(
+    def bind_step(
         q: torch.Tensor,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
@@ -202,27 +199,39 @@ def paged_attention(
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
+        chosen_blocks: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
         out: torch.Tensor | None = None,
         **_: object,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        if out is None:
-            out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
-        lse = None
-        if return_lse:
-            lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-        longest = min(int(max_seqlen_q), len(q))
-        flags = None if is_causal is None else causal
+    ) -> Any:
+        check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
         call = AttentionCall(
-            q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, longest, flags, sinks, alibi_slopes,
-            k_scale, v_scale, mask, out, lse, *options,
-        )  # fmt: skip
-        run_step(bind_step, call, plan)
-        if lse is None:
-            return out
-        return out, lse
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            block_table=block_table,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            max_seqlen_q=min(int(max_seqlen_q), len(q)),
+            is_causal=causal if has_flags else None,
+            sinks=sinks,
+            alibi_slopes=alibi_slopes,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            mask=mask,
+            chosen_blocks=chosen_blocks,
+            chosen_block_size=chosen_block_size,
+            softmax_scale=scale,
+            window=window,
+            chunk_size=chunk_size,
+            softcap=softcap,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            out=out,
+        )
+        return backend.bind(call, plan)
 
-    return run
+    return bind_step
 
 
 def check_attention_tensors(
@@ -237,7 +246,7 @@ def check_attention_tensors(
     check_tensor("q", q, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
     _, num_q_heads, head_dim = q.shape
     cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
-    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, *NARROW_DTYPES), q.device)
+    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, *KV_KINDS), q.device)
     check_tensor("v_cache", v_cache, (*k_cache.shape[:3], "v_head_dim"), (k_cache.dtype,), q.device)
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
@@ -252,11 +261,33 @@ def check_attention_tensors(
         check_last_dim_contiguous(name, tensor)
 
 
+def check_chosen_blocks(
+    chosen_blocks: torch.Tensor | None, chosen_block_size: int, q: torch.Tensor, k_cache: torch.Tensor
+) -> int:
+    """Return chosen_block_size as an int.
+
+    Raises:
+        InvalidInputError: it does not fit `chosen_blocks`, or these do not fit q and k_cache.
+    """
+    size = as_int("chosen_block_size", chosen_block_size, 0, MAX_CHOSEN_BLOCK)
+    if chosen_blocks is None:
+        if size:
+            raise InvalidInputError(f"chosen_block_size: {size}, expected 0 without chosen_blocks")
+        return size
+    if size == 0:
+        raise InvalidInputError(f"chosen_block_size: 0, expected 1 to {MAX_CHOSEN_BLOCK} with chosen_blocks")
+    check_tensor("chosen_blocks", chosen_blocks, (len(q), k_cache.shape[2], "k"), (torch.int32,), q.device)
+    check_last_dim_contiguous("chosen_blocks", chosen_blocks)
+    if chosen_blocks.shape[2] == 0:
+        raise InvalidInputError("chosen_blocks: 0 columns, expected at least 1; -1 chooses no block")
+    return size
+
+
 def _window(window_size: tuple[int, int]) -> list[int]:
     """A window as in `AttentionCall`, of two numbers from -1."""
     try:
         window_left, window_right = window_size
-    except Exception:  # whatever was given instead of a pair
+    except Exception:  # the argument may be any object
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
     window: list[int] = []
     for side, size in enumerate((window_left, window_right)):

@@ -1,45 +1,41 @@
 """The Triton kernel of paged attention: it runs a plan's work items.
 
-A program takes one item (a range of key blocks for BLOCK_M query rows of one sequence, dealt out by
-`plan_kernel.py`) and one KV head. The query heads that share the KV head are packed into the rows, so that K and V are
-read once for all of them. The item's key blocks fall into three runs: those that the left edge of a window crosses,
-those that every row sees whole, and those that the diagonal, the end of the sequence or a mask crosses. The loop over
-keys, `attend` in `online_softmax.py`, is compiled once for each run, without any mask for the middle one.
+A program takes one item and one KV head. An item is a range of key blocks for BLOCK_M query rows of one sequence;
+`plan_kernel.py` writes the items. The query heads that share the KV head are packed into the rows, so that K and V are
+read once for all of them.
+
+The item's key blocks fall into three runs: blocks that the left edge of a window crosses, blocks that every row sees
+whole, and blocks that the diagonal, the end of the sequence or a mask crosses. The loop over keys, `attend` in
+`online_softmax.py`, is compiled once for each run, without any mask for the middle one.
 
 A tile of one item is divided by its sum of weights and stored. The splits of a tile store partial results and their
-log-sum-exps, which `merge_splits.py` weighs against each other. `launches.py` launches both.
+log-sum-exps, which `merge_splits.py` merges. `launches.py` launches both kernels.
 """
 
 from __future__ import annotations
 
-from ..common.attention.keys import Window, visible_range
-from ..common.attention.merge_splits import (
-    Output,
-    _clear_padding,
-    _locate_rows,
-    _store_rows,
-    normalise,
-)
-from ..common.attention.plan_kernel import ITEM_SIZE
-from ..common.compat import tl, triton
-from ..common.launch import wait_for_inputs
+from ..core.compat import tl, triton
+from ..core.launch import wait_for_inputs
+from .keys import Window, visible_range
+from .merge_splits import Output, _clear_padding, _locate_rows, _store_rows, normalise
 from .online_softmax import CachedRows, Keys, ScoreRules, attend
+from .plan_kernel import ITEM_SIZE
 
 
 @triton.jit
 def _fill_float16(q, scale):
-    """Queries of bfloat16 as float16, times a power of two, and the scale divided by it.
+    """Return bfloat16 queries as float16, times a power of two, and the scale divided by this power.
 
-    float16 holds every 8-bit float; converting two to it takes one instruction, to bfloat16 four more. The tile's
-    largest magnitude becomes 2^15 to 2^16, so that every query keeps all its bits unless it is 2^32 times smaller. A
-    power of two for each row would keep those too, but its registers leave room for one program on an A100, not two.
+    float16 holds every 8-bit float, and a conversion takes fewer instructions than to bfloat16. The tile's largest
+    magnitude becomes 2^15 to 2^16, so a query loses bits only if it is 2^32 times smaller. A power of two for each row
+    would take too many registers on an A100, see limits.md.
     """
     wide = q.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
-    # An infinity stays one at any power, and must not make zeros of other rows. Beside it 2^10 leaves numbers finite.
+    # Infinity stays infinite under any factor. Count it as 2^10: a factor for infinity would turn other rows into 0.
     largest = tl.where(largest < float("inf"), largest, 1024.0)
     exponent = tl.max(largest, 0).to(tl.int32, bitcast=True) >> 23  # plus float32's bias of 127
-    exponent = tl.maximum(exponent, 16)  # so that both powers of two are normal numbers
+    exponent = tl.maximum(exponent, 16)  # factor and inverse must be normal numbers
     factor = ((2 * 127 + 15 - exponent) << 23).to(tl.float32, bitcast=True)
     inverse = ((exponent - 15) << 23).to(tl.float32, bitcast=True)
     return (wide * factor).to(tl.float16), scale * inverse
@@ -52,8 +48,7 @@ def _unmasked_blocks(
 ):  # fmt: skip
     """First and one past the last of the item's blocks that every row of the tile sees whole.
 
-    Neither the diagonal, nor the end of the sequence, nor an edge of the window, nor the mask over the new keys runs
-    through them.
+    The diagonal, the end of the sequence, the edges of the window and the mask over new keys do not cross these blocks.
     """
     context_len = seq_len - q_len
     first_position = context_len + tile * BLOCK_M // GROUP
@@ -70,15 +65,15 @@ def _unmasked_blocks(
     return full_begin, tl.maximum(full_end, full_begin)
 
 
-# Of several block tables in one tensor all but the first lie anywhere, and every row of it begins anywhere.
+# Several block tables may share a tensor. So a table, and each of its rows, may begin at any address.
 @triton.jit(
     do_not_specialize=["num_tokens", "window_left", "window_right", "stride_table_seq", "stride_lse_head"],
     do_not_specialize_on_alignment=["block_table_ptr"],
 )
 def _attention_kernel(
     q_ptr,  # [num_tokens, num_q_heads, HEAD_DIM]
-    k_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM], a pointer, or a tensor descriptor where USE_TMA
-    v_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, V_HEAD_DIM], likewise
+    k_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, HEAD_DIM], pointer, or descriptor if USE_TMA
+    v_cache,  # [num_blocks, KV_BLOCK_SIZE, num_kv_heads, V_HEAD_DIM], as k_cache
     out_ptr,  # [num_tokens, num_q_heads, V_HEAD_DIM]
     lse_ptr,  # [num_q_heads, num_tokens], or None
     block_table_ptr,  # [num_seqs, max_blocks_per_seq]
@@ -92,7 +87,7 @@ def _attention_kernel(
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
     alibi_slopes_ptr,  # [num_q_heads], or None
-    k_scale_ptr,  # [1] or [num_kv_heads], or None; of int8 [num_blocks, KV_BLOCK_SIZE, num_kv_heads]
+    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8 caches: [num_blocks, KV_BLOCK_SIZE, num_kv_heads]
     v_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
@@ -112,7 +107,7 @@ def _attention_kernel(
     stride_out_head,
     stride_lse_head,
     stride_table_seq,
-    stride_k_scale_block,  # of int8, else 0
+    stride_k_scale_block,  # 0 unless the cache is int8
     stride_k_scale_slot,
     stride_k_scale_head,
     stride_v_scale_block,
@@ -127,18 +122,18 @@ def _attention_kernel(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,  # whether window_left or CHUNK_SIZE is a limit
-    CHUNK_SIZE: tl.constexpr,  # of local attention, 0 without
+    HAS_WINDOW: tl.constexpr,  # whether window_left or CHUNK_SIZE limits the keys
+    CHUNK_SIZE: tl.constexpr,  # keys of a chunk of local attention, 0 without
     HAS_SOFTCAP: tl.constexpr,
     USE_TMA: tl.constexpr,
     SAME_STRIDES: tl.constexpr,  # V's strides are K's
     SHARED_KV: tl.constexpr,  # a key's first V_HEAD_DIM elements are its value
-    KIND: tl.constexpr,  # what the caches hold, of `cache_kinds`
+    KIND: tl.constexpr,  # name of the caches' `KvKind`
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
-    EDGE_STAGES: tl.constexpr,  # of the loops with masks, which come to a block or two
+    EDGE_STAGES: tl.constexpr,  # pipeline stages of the loops with masks, which have one or two blocks
 ):
-    """One item of the work list and one KV head a program; row r of a tile is token r // GROUP, head r % GROUP."""
+    """Run one item of the work list for one KV head. Row r of a tile is token r // GROUP, head r % GROUP."""
     wait_for_inputs()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -200,7 +195,7 @@ def _attention_kernel(
         begin, end, tile, q_len, seq_len, window, HAS_WINDOW, mask_ptr is not None, GROUP, BLOCK_M, BLOCK_N
     )
 
-    if SAME_STRIDES:  # the compiler sees one offset for both
+    if SAME_STRIDES:  # the compiler then sees one offset for both
         stride_v_block, stride_v_slot = stride_k_block, stride_k_slot
     k_rows = CachedRows(
         cache=k_cache,
@@ -248,8 +243,8 @@ def _attention_kernel(
     )  # fmt: skip
 
     if V_HEAD_DIM_PADDED > 256:
-        # In the layout of a store a thread has 16 of 64 rows of 512: tokens and heads that live through the loops would
-        # take the registers that its 128 sums leave. A tile number read anew lets nothing be kept.
+        # Read the tile's number again, so that tokens and heads of rows do not stay in registers during the loops. The
+        # 128 sums of a thread need the registers.
         tile = tl.load(items_ptr + item * ITEM_SIZE + 1, volatile=True)
         _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
     store_mask = row_mask[:, None] & v_dim_mask[None, :]

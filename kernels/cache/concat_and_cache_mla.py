@@ -6,35 +6,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.attention.latent_cache import (
-    PACKED_GROUP,
-    check_latent_cache,
-    check_latent_scale,
-    latent_kind,
-    latent_parts,
-)
-from ..common.cache_kinds import cast_to_cache, load_inverse_scale
-from ..common.checks import (
-    FLOAT_DTYPES,
-    check_eps,
-    check_last_dim_contiguous,
-    check_tensor,
-    check_writable,
-)
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.fp8 import as_kernel_argument, has_native_e4m3
-from ..common.id_checks import Ids, check_all_ids, checks_ids
-from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
-from ..common.operation import Run, operation
-from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from ..common.scalars import as_bool
-from .torch_ops import concat_and_cache_mla as torch_op
+from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.dtypes import as_kernel_argument, cast_to_cache, has_native_e4m3, load_inverse_scale
+from ..core.errors import as_bool
+from ..core.ids import Ids, check_all_ids, checks_ids
+from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
+from ..core.operation import Run, operation
+from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from . import definition
+from .latent_cache import PACKED_GROUP, check_latent_cache, check_latent_scale, latent_kind, latent_parts
 from .write import slot_offset
 
 _GROUP = tl.constexpr(PACKED_GROUP)
-# Groups without a larger magnitude keep less: 448 divided by theirs would be infinite.
+# Smallest magnitude that sets a group's scale. Below it 448 / magnitude would be infinite, so smaller groups lose bits.
 _SMALLEST = tl.constexpr(2.0**-100)
+# Arguments of the kernel that only a rotation needs.
+_ROTATION = ("q_ptr", "positions_ptr", "cos_sin_cache_ptr")
 
 
 @triton.jit
@@ -46,9 +35,9 @@ def _concat_and_cache_mla_kernel(
     rope_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, ROPE_DIM]
     scales_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, LATENT / 128], or None
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
-    positions_ptr,  # int64 [num_tokens], with q
-    cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM], with q
-    weight_ptr,  # [LATENT], with q
+    positions_ptr,  # int64 [num_tokens], or None without q
+    cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM], or None without q
+    weight_ptr,  # [LATENT], or None without q
     scale_ptr,  # float32 [1], or None
     eps,
     stride_q_token,
@@ -63,7 +52,7 @@ def _concat_and_cache_mla_kernel(
     stride_scales_cache_slot,
     stride_cos_sin_position,
     NUM_Q_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,  # 1
+    NUM_KV_HEADS: tl.constexpr,  # always 1
     LATENT: tl.constexpr,
     LATENT_PADDED: tl.constexpr,
     ROPE_DIM: tl.constexpr,
@@ -76,7 +65,7 @@ def _concat_and_cache_mla_kernel(
     KIND: tl.constexpr,  # see `latent_kind`
     NATIVE_FP8: tl.constexpr,
 ):
-    """One program takes BLOCK_HEADS query heads of a token, the last of a token its row of the cache."""
+    """Process BLOCK_HEADS query heads of a token. A token's last program writes its row of the cache."""
     wait_for_inputs()
     if q_ptr is not None:
         token, head_block, cos_sin_ptr, offs_head = locate_token(
@@ -107,7 +96,7 @@ def _concat_and_cache_mla_kernel(
         groups = latent.reshape(LATENT_PADDED // _GROUP, _GROUP)
         largest = tl.maximum(tl.max(tl.abs(groups), 1), _SMALLEST)
         scales_row = slot_offset(slot, stride_scales_cache_block, stride_scales_cache_slot, KV_BLOCK_SIZE)
-        not_finite = tl.sum(groups * 0.0, 1)  # NaN where e4m3 could not say what the group holds
+        not_finite = tl.sum(groups * 0.0, 1)  # NaN if a group holds infinity or NaN, which codes cannot express
         offs_g = tl.arange(0, LATENT_PADDED // _GROUP)
         tl.store(scales_cache_ptr + scales_row + offs_g, largest / 448.0 + not_finite)
         latent = (groups * (448.0 / largest)[:, None]).reshape(LATENT_PADDED)
@@ -138,7 +127,7 @@ def _concat_and_cache_mla_kernel(
 
 
 class LatentWrite(NamedTuple):
-    """Latents, their rotated dimensions, the cache and its slots; see `concat_and_cache_mla`."""
+    """Arguments of `concat_and_cache_mla`: latents, their rotated dimensions, the cache and its slots."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -147,7 +136,7 @@ class LatentWrite(NamedTuple):
     scale: torch.Tensor | None
 
     def check(self) -> None:
-        """Raise InvalidInputError unless everything fits together."""
+        """Raise InvalidInputError unless all arguments fit together."""
         latent, k_rope, kv_cache, slot_mapping, scale = self
         check_tensor("latent", latent, ("num_tokens", "latent"), FLOAT_DTYPES)
         num_tokens, size = latent.shape
@@ -162,7 +151,7 @@ class LatentWrite(NamedTuple):
 
     @property
     def slots(self) -> Ids:
-        """The slots and their range, for checks; negative ones are skipped."""
+        """Return the slots and their range, for checks. Negative slots are skipped."""
         num_blocks, block_size = self.kv_cache.shape[:2]
         return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
 
@@ -196,12 +185,13 @@ def concat_and_cache_mla(
         latent: [num_tokens, latent], float32, float16 or bfloat16, last dimension contiguous. latent is a multiple of
             16 up to 512.
         k_rope: [num_tokens, rope], the rotated dimensions, dtype of latent, last dimension contiguous; rope may be 0.
-        kv_cache: as in `paged_mla_attention`: [num_blocks, block_size, latent + rope] of the dtype of latent or
-            float8_e4m3fn, or uint8 rows of 656 bytes. Those get a float32 scale for each 128 latents, their largest
-            magnitude / 448, or NaN if one of them is not finite; rotated dimensions become bfloat16.
+        kv_cache: as in `paged_mla_attention`: [num_blocks, block_size, latent + rope] in the dtype of latent or
+            float8_e4m3fn, or uint8 rows of 656 bytes. Rows of 656 bytes get a float32 scale for each 128 latents: the
+            largest magnitude / 448, or NaN if a value is not finite. Their rotated dimensions are bfloat16.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
             distinct.
-        scale: float32, one value that a float8_e4m3fn cache is multiplied by when it is read; rows are divided by it.
+        scale: one float32 value for a float8_e4m3fn cache. Rows are divided by it, and multiplied by it when they are
+            read.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a slot lies beyond the cache. On a GPU
@@ -211,10 +201,10 @@ def concat_and_cache_mla(
     write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
     write.check()
     if not use_triton(latent):
-        return torch_op.concat_and_cache_mla
+        return definition.write_latents
     checks = checks_ids(latent)
-    launch = _prepare(write, None, None) if len(latent) else nothing
-    none = dict.fromkeys(("q_ptr", "positions_ptr", "cos_sin_cache_ptr", "weight_ptr"))
+    launch = _launch_for(write, None, None) if len(latent) else nothing
+    none = dict.fromkeys((*_ROTATION, "weight_ptr"))
 
     def run(
         latent: torch.Tensor,
@@ -249,15 +239,17 @@ def mla_norm_rope_and_cache(
 ) -> Run[torch.Tensor]:
     """Apply `rms_norm` to latents and `rotary_embedding` to q_rope and k_rope, then `concat_and_cache_mla`.
 
-    q_rope changes in place and is returned; latent and k_rope do not change. All is computed in float32 and rounded
-    once.
+    q_rope changes in place and is returned; latent and k_rope do not change. Everything is computed in float32 and
+    rounded once.
 
     Args:
         q_rope: [num_tokens, num_heads, rope], the part of queries that rotates, dtype of latent, last dimension
             contiguous; usually a view.
-        latent, k_rope, kv_cache, slot_mapping, scale: as in `concat_and_cache_mla`, latent and k_rope as projected.
-        positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
-        latent_weight: [latent], of the norm.
+        latent, k_rope, kv_cache, slot_mapping, scale: as in `concat_and_cache_mla`. latent and k_rope come straight
+            from their projection.
+        positions, cos_sin_cache, interleaved: as in `rotary_embedding`. A cos_sin_cache without columns rotates
+            nothing; then q_rope stays as it is, and rope may be 0.
+        latent_weight: [latent], weight of the norm.
         eps: added to the mean square of a latent; at least 0.
 
     Raises:
@@ -275,11 +267,14 @@ def mla_norm_rope_and_cache(
     check_rotary(positions, cos_sin_cache, q_rope)
     check_tensor("latent_weight", latent_weight, (size,), FLOAT_DTYPES, latent.device)
     if not use_triton(latent):
-        return torch_op.mla_norm_rope_and_cache
+        return definition.write_rotated_latents
     checks = checks_ids(latent)
     launch: Compute = nothing
-    if len(latent):
-        launch = _prepare(write, q_rope, cos_sin_cache, eps, interleaved)
+    rotates = cos_sin_cache.shape[1] > 0
+    if len(latent) and rotates:
+        launch = _launch_for(write, q_rope, cos_sin_cache, eps, interleaved)
+    elif len(latent):
+        launch = _launch_for(write, None, None, eps)
 
     def run(
         q_rope: torch.Tensor,
@@ -298,21 +293,16 @@ def mla_norm_rope_and_cache(
         if checks:
             ids = write.slots, positions_of(positions, cos_sin_cache)
             check_all_ids("mla_norm_rope_and_cache", *ids, by_triton=True)
-        launch(
-            {
-                "q_ptr": q_rope,
-                **write.tensors(),
-                "positions_ptr": positions.contiguous(),
-                "cos_sin_cache_ptr": cos_sin_cache,
-                "weight_ptr": latent_weight.contiguous(),
-            }
-        )
+        rotation: dict[str, torch.Tensor | None] = dict.fromkeys(_ROTATION)
+        if rotates:
+            rotation = dict(zip(_ROTATION, (q_rope, positions.contiguous(), cos_sin_cache), strict=True))
+        launch({**rotation, **write.tensors(), "weight_ptr": latent_weight.contiguous()})
         return q_rope
 
     return run
 
 
-def _prepare(
+def _launch_for(
     write: LatentWrite,
     q_rope: torch.Tensor | None,
     cos_sin_cache: torch.Tensor | None,

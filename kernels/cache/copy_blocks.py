@@ -8,25 +8,23 @@ from itertools import chain
 
 import torch
 
-from ..common.checks import check_device, check_is_tensor, check_tensor, check_writable
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.errors import InvalidInputError, UnsupportedError
-from ..common.id_checks import Ids, check_all_ids
-from ..common.launch import launch, wait_for_inputs
-from ..common.operation import Arguments, Run, operation
-from ..common.scalars import as_int, shown
+from ..core.checks import check_device, check_is_tensor, check_tensor, check_writable
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.errors import InvalidInputError, UnsupportedError, as_int, shown
+from ..core.ids import Ids, check_all_ids
+from ..core.launch import launch, wait_for_inputs
+from ..core.operation import Arguments, Run, operation
 
-# 8 KB a program in 8-byte words: 4 warps, four 16-byte accesses a thread. A 32 KB block (16 tokens of 8 heads of 128
-# in a 16-bit type) takes 4 programs.
+# 8-byte words that a program copies. With 4 warps, a thread makes four 16-byte accesses.
 BLOCK_WORDS = 1024
-# Integers by their bytes. PyTorch on a CPU copies 3 MB of bytes in 12.8 ms, and the same in 8-byte words in 1.9 ms.
+# Integer dtypes by size in bytes. On a CPU, PyTorch copies 8-byte words 7 times as fast as bytes.
 _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @triton.jit
 def _copy_blocks_kernel(
-    cache_ptrs_ptr,  # int64 [2, num_caches], the address of each source, then of each target
+    cache_ptrs_ptr,  # int64 [2, num_caches], the addresses of the sources, then of the targets
     block_pairs_ptr,  # int64 [num_pairs, 2], contiguous, source then destination
     words_per_block,
     stride_source_block,
@@ -34,7 +32,7 @@ def _copy_blocks_kernel(
     ALIGNMENT: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """One program copies BLOCK_WORDS words of one pair in one cache; ALIGNMENT divides the address of every block."""
+    """Copy BLOCK_WORDS words of one pair in one cache. ALIGNMENT divides the address of every block."""
     wait_for_inputs()
     pair_ptr = block_pairs_ptr + tl.program_id(0).to(tl.int64) * 2
     source = tl.load(pair_ptr)
@@ -49,7 +47,7 @@ def _copy_blocks_kernel(
 
 @triton.jit
 def _words(address, ALIGNMENT: tl.constexpr):
-    """A pointer to whole integers, which carry every bit pattern through, NaN payloads included, of whatever dtype."""
+    """A pointer to integers, which copies keep bit for bit; floats could lose a NaN's payload."""
     if ALIGNMENT >= 8:
         pointer = address.to(tl.pointer_type(tl.int64))
     elif ALIGNMENT == 4:
@@ -64,19 +62,19 @@ def _words(address, ALIGNMENT: tl.constexpr):
 class BlockCopy:
     """Block copies between fixed caches: one launch each, which a CUDA graph may capture.
 
-    The host never waits, and only the pairs go to the device. It keeps the caches alive.
+    The host never waits, and only the pairs go to the device. The object keeps the caches alive.
 
     Args:
-        sources, targets: equally many tensors [num_blocks, ...], as `copy_blocks` takes them, with blocks of one size
-            and dtype on one device. Not checked.
+        sources, targets: lists of equally many tensors [num_blocks, ...], as `copy_blocks` takes them, with blocks of
+            one size and dtype on one device. Not checked.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self._sources, self._targets = sources, targets
-        self.bind()
+        self.read_addresses()
 
-    def bind(self) -> None:
-        """Send the caches' addresses to the device, on the current stream; again after their memory has moved."""
+    def read_addresses(self) -> None:
+        """Send the caches' addresses to the device, on the current stream. Repeat it after the caches have moved."""
         sources, targets = self._sources, self._targets
         first = sources[0]
         block_bytes = math.prod(first.shape[1:]) * first.element_size()
@@ -91,8 +89,8 @@ class BlockCopy:
     def __call__(self, block_pairs: torch.Tensor) -> None:
         """Copy block source over block destination in every cache.
 
-        block_pairs: int64 [num_pairs, 2] on the caches' device, not checked. No destination is a source of the same
-        cache or appears twice.
+        block_pairs: int64 [num_pairs, 2] on the caches' device, not checked. No destination appears twice, or is a
+        source in the same cache.
         """
         if block_pairs.shape[0] == 0 or self._words_per_block == 0:
             return
@@ -131,12 +129,12 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
     Args:
         caches: tensors [num_blocks, ...] of one shape, dtype, device and strides, contiguous within a block.
         block_pairs: (source, destination) block ids, int64 [num_pairs, 2] or a sequence of pairs. No destination is a
-            source or appears twice, so their order does not matter. Pairs on the host are checked. Pairs on a device
-            are trusted, because reading them would wait; PAGED_CHECK=1 checks their range.
+            source or appears twice, so the order of pairs does not matter. Pairs on the host are checked. Pairs on a
+            device are trusted, because reading them would wait; PAGED_CHECK=1 checks their range.
 
     Raises:
         InvalidInputError: caches differ or are strided within a block; pairs are malformed, out of range or clash.
-        UnsupportedError: a CUDA graph is being captured; make a `BlockCopy` before, and capture that.
+        UnsupportedError: a CUDA graph is being captured; create a `BlockCopy` before, and capture its call.
     """
     if not isinstance(caches, list | tuple):
         raise InvalidInputError(f"caches: {shown(caches)}, expected a sequence of tensors")
@@ -146,7 +144,7 @@ def copy_blocks(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequ
 
 
 def _copy(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[tuple[int, int]]) -> None:
-    pairs = _as_tensor(block_pairs)  # which may be an iterator: it is read once
+    pairs = _as_tensor(block_pairs)  # an iterator can be read only once
     if not caches:
         return
     first = caches[0]
@@ -163,10 +161,10 @@ def _copy(caches: Sequence[torch.Tensor], block_pairs: torch.Tensor | Sequence[t
 
 
 def _send(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on `device`, which the host does not wait for: PyTorch keeps its pinned memory until it is over."""
+    """Copy to `device` without waiting. PyTorch keeps the pinned memory until the copy has ended."""
     if device.type != "cuda":
         return host
-    if torch.cuda.is_current_stream_capturing():  # every replay would copy what that memory holds by then
+    if torch.cuda.is_current_stream_capturing():  # a replay would copy pinned memory that has other contents by then
         raise UnsupportedError(
             "copy_blocks in the capture of a CUDA graph: make a BlockCopy before it, and capture that"
         )
@@ -178,7 +176,7 @@ def _as_tensor(pairs: torch.Tensor | Sequence[tuple[int, int]]) -> torch.Tensor:
         return pairs
     try:
         listed = [(source, destination) for source, destination in pairs]
-    except Exception:  # whatever was given instead of pairs
+    except Exception:  # the argument may be any object
         raise InvalidInputError(f"block_pairs: {shown(pairs)}, expected (source, destination) block ids") from None
     ids = [
         as_int(f"block_pairs[{at // 2}]", block_id, -(2**63), 2**63 - 1) for at, block_id in enumerate(chain(*listed))

@@ -1,36 +1,20 @@
-"""Query and key norm, rotary embedding and cache write of an attention layer in one launch."""
+"""Norm of query and key, rotary embedding and cache write of an attention layer, in one launch."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.cache_kinds import cast_to_cache
-from ..common.checks import (
-    FLOAT_DTYPES,
-    check_eps,
-    check_last_dim_contiguous,
-    check_tensor,
-    check_writable,
-)
-from ..common.compat import tl, triton
-from ..common.device import loops_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.fp8 import FP8_DTYPES
-from ..common.id_checks import check_all_ids, checks_ids
-from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
-from ..common.operation import Run, operation
-from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from ..common.scalars import as_bool
-from .torch_ops import reshape_and_cache as torch_op
-from .write import (
-    SCALE_CACHES,
-    WRITES_SCALES,
-    CacheWrite,
-    inverse_scales,
-    scale_pointers,
-    slot_offset,
-    slots_of,
-)
+from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
+from ..core.compat import tl, triton
+from ..core.device import takes_numba, use_triton
+from ..core.dtypes import cast_to_cache, kv_kind
+from ..core.errors import InvalidInputError, as_bool
+from ..core.ids import check_all_ids, checks_ids
+from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
+from ..core.operation import Run, operation
+from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from . import definition
+from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, inverse_scales, scale_pointers, slot_offset, slots_of
 
 
 @triton.jit
@@ -46,7 +30,7 @@ def _qk_norm_rope_and_cache_kernel(
     q_weight_ptr,  # [HEAD_DIM], or None
     k_weight_ptr,  # [HEAD_DIM], or None
     k_scale_ptr,  # float32, one value or [NUM_KV_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_KV_HEADS]
-    v_scale_ptr,  # likewise
+    v_scale_ptr,  # as k_scale_ptr
     eps,
     stride_q_token,
     stride_q_head,
@@ -60,9 +44,9 @@ def _qk_norm_rope_and_cache_kernel(
     stride_v_cache_block,
     stride_v_cache_slot,
     stride_v_cache_head,
-    stride_k_scale_block,  # of scales of rows, else 0
+    stride_k_scale_block,  # 0 unless every row has a scale
     stride_k_scale_slot,
-    stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_k_scale_head,  # 0 if all heads share one scale
     stride_v_scale_block,
     stride_v_scale_slot,
     stride_v_scale_head,
@@ -78,10 +62,10 @@ def _qk_norm_rope_and_cache_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    KIND: tl.constexpr,  # of `cache_kinds`
+    KIND: tl.constexpr,  # name of a `KvKind`
     NATIVE_FP8: tl.constexpr,
 ):
-    """One program takes BLOCK_HEADS heads of a token: first the query's blocks, then those of key and value."""
+    """Process BLOCK_HEADS heads of a token: the first programs take the query, the others key and value."""
     wait_for_inputs()
     token, head_block, cos_sin_ptr, offs_head = locate_token(
         positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
@@ -145,15 +129,15 @@ def qk_norm_rope_and_cache(
 ) -> Run[torch.Tensor]:
     """Apply `rms_norm` to every head of q and k, then `rotary_embedding` and `reshape_and_cache`, in one pass.
 
-    q changes in place and is returned. The rotated k and the plain v are divided by their scales and go to the caches;
-    k and v themselves do not change. All is computed in float32 and rounded once.
+    q changes in place and is returned. The rotated k and the plain v are divided by their scales and written to the
+    caches; k and v themselves do not change. Everything is computed in float32 and rounded once.
 
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
         k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous; v may have another head_dim.
         k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`.
         positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
-        q_weight, k_weight: [head_dim], of the norms; both None for models without these norms.
+        q_weight, k_weight: [head_dim], weights of the norms; both None for models without these norms.
         eps: added to the mean square of a head; at least 0.
 
     Raises:
@@ -176,17 +160,17 @@ def qk_norm_rope_and_cache(
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
     by_triton = use_triton(q)
     checks = by_triton and checks_ids(q)
-    is_fp8 = k_cache.dtype in FP8_DTYPES
+    is_bytes = kv_kind(k_cache.dtype).is_bytes
     launch: Compute | None = None
     if by_triton:
         has_work = num_tokens * (q.shape[1] + k.shape[1]) * head_dim > 0
-        launch = _prepare(q, write, cos_sin_cache, eps, interleaved) if has_work else nothing
-    elif k_scale is None and v_scale is None:  # which numba's kernel does not know
-        loops = loops_of("cache.numba_ops.qk_norm_rope_and_cache", q, *write[:4], weights=[q_weight, k_weight])
-        if loops is not None:
-            launch = loops.prepare(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
+        launch = _launch_for(q, write, cos_sin_cache, eps, interleaved) if has_work else nothing
+    elif k_scale is None and v_scale is None and takes_numba(q, *write[:4], weights=[q_weight, k_weight]):
+        from ..cpu.cache import qk_norm_rope_and_cache as numba_write
+
+        launch = numba_write.launch_for(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
     if launch is None:
-        return torch_op.qk_norm_rope_and_cache
+        return definition.write_rotated
 
     def run(
         q: torch.Tensor,
@@ -206,7 +190,7 @@ def qk_norm_rope_and_cache(
     ) -> torch.Tensor:
         if checks:
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
-        if is_fp8:
+        if is_bytes:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         if q_weight is not None:
             q_weight = q_weight.contiguous()
@@ -226,7 +210,7 @@ def qk_norm_rope_and_cache(
             "q_weight_ptr": q_weight,
             "k_weight_ptr": k_weight,
         }
-        if launch(tensors):  # numba's kernel has found an id out of range
+        if launch(tensors):  # the numba kernel has found an id out of range
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=False)
         return q
 
@@ -245,7 +229,9 @@ def _check_ids(
     check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
 
 
-def _prepare(q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool) -> Launch:
+def _launch_for(
+    q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool
+) -> Launch:
     num_tokens, num_kv_heads, head_dim = write.key.shape
     v_head_dim = write.value.shape[2]
     widest = max(head_dim, v_head_dim)

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..common.cache_kinds import cast_to_cache
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.fp8 import as_kernel_argument
-from ..common.id_checks import check_all_ids, checks_ids
-from ..common.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
-from ..common.operation import Run, operation
-from .torch_ops import reshape_and_cache as torch_op
-from .write import (
-    SCALE_CACHES,
-    WRITES_SCALES,
-    CacheWrite,
-    inverse_scales,
-    scale_pointers,
-    slot_offset,
-    slots_of,
-)
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.dtypes import as_kernel_argument, cast_to_cache
+from ..core.ids import check_all_ids, checks_ids
+from ..core.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
+from ..core.operation import Run, operation
+from . import definition
+from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, inverse_scales, scale_pointers, slot_offset, slots_of
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -31,7 +22,7 @@ def _reshape_and_cache_kernel(
     v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, V_HEAD_DIM]
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
     k_scale_ptr,  # float32, one value or [NUM_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_HEADS]
-    v_scale_ptr,  # likewise
+    v_scale_ptr,  # as k_scale_ptr
     num_tokens,
     stride_key_token,
     stride_key_head,
@@ -43,9 +34,9 @@ def _reshape_and_cache_kernel(
     stride_v_cache_block,
     stride_v_cache_slot,
     stride_v_cache_head,
-    stride_k_scale_block,  # of scales of rows, else 0
+    stride_k_scale_block,  # 0 unless every row has a scale
     stride_k_scale_slot,
-    stride_k_scale_head,  # 0 where one scale serves all heads
+    stride_k_scale_head,  # 0 if all heads share one scale
     stride_v_scale_block,
     stride_v_scale_slot,
     stride_v_scale_head,
@@ -54,11 +45,11 @@ def _reshape_and_cache_kernel(
     V_HEAD_DIM: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,  # of the wider of the two
-    KIND: tl.constexpr,  # of `cache_kinds`
+    BLOCK_DIM: tl.constexpr,  # at least HEAD_DIM and V_HEAD_DIM
+    KIND: tl.constexpr,  # name of a `KvKind`
     NATIVE_FP8: tl.constexpr,
 ):
-    """One program copies BLOCK_ROWS rows, a row being one head of one token."""
+    """Copy BLOCK_ROWS rows a program. A row is one head of one token."""
     wait_for_inputs()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens, heads = (rows // NUM_HEADS)[:, None], (rows % NUM_HEADS)[:, None]
@@ -97,12 +88,12 @@ def reshape_and_cache(
 ) -> Run[None]:
     """Write row t of key and value to slot slot_mapping[t] of the caches, in the caches' dtype.
 
-    Rows are divided by their scales; the division is a float32 product with the reciprocal. Values round to nearest,
-    ties to even. In an 8-bit float cache, values beyond the largest number (448 of e4m3fn, 57344 of e5m2), infinity
-    included, are stored as that number.
+    Rows are divided by their scales, as float32 products with the reciprocal. Values round to nearest, ties to even. In
+    an 8-bit float cache, larger values, infinity included, are stored as the largest number: 448 for e4m3fn, 57344 for
+    e5m2.
 
-    Each row of an int8 cache, one head of one token, gets its own scale: its largest magnitude / 127, or NaN if the row
-    holds NaN or infinity. Magnitudes below 2^-100 may read back as less.
+    In an int8 cache each row (one head of one token) gets its own scale: its largest magnitude / 127, or NaN if the row
+    holds NaN or infinity. Magnitudes below 2^-100 may read back smaller.
 
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Their
@@ -111,9 +102,9 @@ def reshape_and_cache(
             bfloat16, float8_e4m3fn, float8_e5m2 or int8; any strides with the last dimension contiguous.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
             distinct.
-        k_scale, v_scale: factor from a stored value to its own: float32, above 0, [] or [1] for all heads, or
-            [num_kv_heads]; None for 1. With int8 they are required and written: float32 [num_blocks, block_size,
-            num_kv_heads], any strides.
+        k_scale, v_scale: a stored value times its scale is the original value. float32, above 0: [] or [1] for all
+            heads, or [num_kv_heads]; None for 1. With int8 they are required and written: float32 [num_blocks,
+            block_size, num_kv_heads], any strides.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a slot lies beyond the caches. On a GPU
@@ -123,9 +114,9 @@ def reshape_and_cache(
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     write.check()
     if not use_triton(key):
-        return torch_op.reshape_and_cache
+        return definition.write
     checks = checks_ids(key)
-    launch = _prepare(write) if key.numel() + value.numel() else nothing
+    launch = _launch_for(write) if key.numel() + value.numel() else nothing
 
     def run(
         key: torch.Tensor,
@@ -154,7 +145,7 @@ def reshape_and_cache(
     return run
 
 
-def _prepare(write: CacheWrite) -> Launch:
+def _launch_for(write: CacheWrite) -> Launch:
     num_tokens, num_heads, head_dim = write.key.shape
     v_head_dim = write.value.shape[2]
     block_rows, block_dim = tile(num_tokens * num_heads, max(head_dim, v_head_dim))

@@ -1,4 +1,4 @@
-"""Shared by all operations that write keys and values to the paged cache: arguments, checks and device functions."""
+"""Arguments, checks and device functions that all writes of keys and values to the paged cache share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.cache_kinds import cache_kind, load_inverse_scale, store_row_scales
-from ..common.checks import (
-    CACHE_DTYPES,
+from ..core.checks import (
     FLOAT_DTYPES,
     check_last_dim_contiguous,
     check_scale,
@@ -16,17 +14,17 @@ from ..common.checks import (
     check_writable,
     scale_strides,
 )
-from ..common.compat import tl, triton
-from ..common.errors import InvalidInputError
-from ..common.fp8 import has_native_e4m3
-from ..common.id_checks import Ids
-from ..common.launch import strides
-from ..common.operation import Arguments
+from ..core.compat import tl, triton
+from ..core.dtypes import KV_KINDS, has_native_e4m3, kv_kind, load_inverse_scale, store_row_scales
+from ..core.errors import InvalidInputError
+from ..core.ids import Ids
+from ..core.launch import strides
+from ..core.operation import Arguments
 
 
 def _split_scales(arguments: Arguments) -> None:
-    """Move the scales of int8 to the op's arguments that are written."""
-    if arguments["k_cache"].dtype == torch.int8:
+    """Move scales that are written with their rows to the op's arguments that are written."""
+    if kv_kind(arguments["k_cache"].dtype).has_scales:
         for name in ("k_scale", "v_scale"):
             arguments[f"{name}_cache"] = arguments.pop(name, None)
 
@@ -44,12 +42,12 @@ WRITES_SCALES: dict[str, Any] = {
     "encode": _split_scales,
     "decode": _join_scales,
 }
-"""For `operation`: scales of int8 are written, and what is only read must not look as if it were."""
+"""Arguments of `operation`: it declares scales of rows as written, and only these."""
 SCALE_CACHES = ("k_scale_cache", "v_scale_cache")
 
 
 class CacheWrite(NamedTuple):
-    """Keys, values, the caches and their slots; see `reshape_and_cache`."""
+    """Arguments of `reshape_and_cache`: keys, values, the caches and their slots."""
 
     key: torch.Tensor
     value: torch.Tensor
@@ -60,12 +58,13 @@ class CacheWrite(NamedTuple):
     v_scale: torch.Tensor | None
 
     def check(self, k_name: str = "key", v_name: str = "value") -> None:
-        """Raise InvalidInputError unless everything fits together; the names are those of the caller's arguments."""
+        """Raise InvalidInputError unless all arguments fit together. Messages name the caller's arguments."""
         key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale = self
         check_tensor(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"), FLOAT_DTYPES)
         check_tensor(v_name, value, (*key.shape[:2], "v_head_dim"), (key.dtype,), key.device)
         num_tokens, num_kv_heads, head_dim = key.shape
-        check_tensor("k_cache", k_cache, ("num_blocks", "block_size", num_kv_heads, head_dim), CACHE_DTYPES, key.device)
+        cache_shape, cache_dtypes = ("num_blocks", "block_size", num_kv_heads, head_dim), (*FLOAT_DTYPES, *KV_KINDS)
+        check_tensor("k_cache", k_cache, cache_shape, cache_dtypes, key.device)
         check_tensor("v_cache", v_cache, (*k_cache.shape[:3], value.shape[2]), (k_cache.dtype,), key.device)
         check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
         for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -75,29 +74,29 @@ class CacheWrite(NamedTuple):
         for prefix, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
             check_scale(f"{prefix}_scale", scale, cache)
             check_writable(f"{prefix}_cache", cache)
-            if scale is not None and cache.dtype == torch.int8:
+            if scale is not None and kv_kind(cache.dtype).has_scales:
                 check_writable(f"{prefix}_scale", scale)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the other arguments of a writing kernel."""
+        """Return the arguments of a writing kernel that are not tensors."""
         return {
             **strides("block slot head", k_cache=self.k_cache, v_cache=self.v_cache),
             **scale_strides(k_scale=self.k_scale, v_scale=self.v_scale),
             "KV_BLOCK_SIZE": self.k_cache.shape[1],
-            "KIND": cache_kind(self.k_cache.dtype),
+            "KIND": kv_kind(self.k_cache.dtype).name,
             "NATIVE_FP8": has_native_e4m3(self.key.device),
         }
 
 
 def slots_of(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> Ids:
-    """Return slots as ids to check: slots of the cache, or negative."""
+    """Return slots as ids to check. Negative slots are valid, because they are skipped."""
     num_blocks, block_size = k_cache.shape[:2]
     return Ids("slot_mapping", slot_mapping, None, num_blocks * block_size - 1)
 
 
 @triton.jit
 def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
-    """Elements between the start of a cache and its slot; `slot` is int64, so that no product overflows."""
+    """Elements from the start of a cache to its slot; `slot` is int64, so that no product overflows."""
     return slot // KV_BLOCK_SIZE * stride_block + slot % KV_BLOCK_SIZE * stride_slot
 
 
@@ -105,7 +104,7 @@ def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
 def scale_pointers(
     scale_ptr, slots, heads, stride_block, stride_slot, stride_head, KV_BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr
 ):
-    """Where the scales of `heads` are, or with int8 those of their rows in `slots`; None where there are none."""
+    """Pointers to the scales of `heads`, or to the scales of their rows in `slots` with int8; None without scales."""
     pointers = None
     if KIND == "int8":
         pointers = scale_ptr + slot_offset(slots, stride_block, stride_slot, KV_BLOCK_SIZE) + heads * stride_head
@@ -116,8 +115,9 @@ def scale_pointers(
 
 @triton.jit
 def inverse_scales(x, scale_ptrs, row_mask, mask, KIND: tl.constexpr):
-    """What rows x [rows, dims] are multiplied by before they are stored, [rows, 1], or None; those of int8, which are
-    their own, are stored here.
+    """The factor that rows x [rows, dims] are multiplied by before they are stored, [rows, 1], or None.
+
+    With int8, each row gets its own scale, which is stored here.
     """
     if KIND == "int8":
         x = tl.where(mask, x.to(tl.float32), 0.0)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_dtype, check_eps, check_out, check_tensor
-from ..common.compat import tl, triton
-from ..common.device import loops_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.launch import Compute, Launch, nothing, num_warps, rows_of, wait_for_inputs
-from ..common.operation import Run, like_the_first, operation
-from ..common.torch_ops import rows as torch_op
+from ..core.checks import FLOAT_DTYPES, check_dtype, check_eps, check_out, check_tensor
+from ..core.compat import tl, triton
+from ..core.device import takes_numba, use_triton
+from ..core.errors import InvalidInputError
+from ..core.launch import Compute, Launch, nothing, num_warps, rows_of, wait_for_inputs
+from ..core.operation import Run, like_the_first, operation
+from . import definition
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _rms_norm_kernel(
     HIDDEN_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One program a row. With a residual: residual += x first, rounded to its own dtype, and that sum is normalised."""
+    """Normalise one row a program. With a residual, first add x to it, rounded to its dtype; normalise the sum."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_SIZE)
@@ -50,11 +50,11 @@ def rms_norm(
 ) -> Run[torch.Tensor]:
     """Return weight * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, 2019).
 
-    Computed in float32 and rounded once.
+    The result is computed in float32 and rounded once.
 
     Args:
         x: [..., hidden_size], float32, float16 or bfloat16, any strides.
-        weight: [hidden_size], any of these dtypes.
+        weight: [hidden_size], any of the dtypes of x.
         eps: added to the mean square; at least 0.
         out: like x, contiguous; None makes one.
 
@@ -66,14 +66,14 @@ def rms_norm(
     _check(x, weight)
     check_out(out, x.shape, x)
     launch = _launch(x, weight, eps)
-    if launch is None:
-        return torch_op.rms_norm
 
     def run(
         x: torch.Tensor, weight: torch.Tensor, *_: object, out: torch.Tensor | None = None, **__: object
     ) -> torch.Tensor:
         if out is None:
             out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if launch is None:
+            return out.copy_(definition.rms_norm(x, weight, eps, compute=torch.float32))
         launch({"x_ptr": rows_of(x), "residual_ptr": None, "weight_ptr": weight.contiguous(), "out_ptr": out})
         return out
 
@@ -86,10 +86,10 @@ def fused_add_rms_norm(
 ) -> Run[tuple[torch.Tensor, torch.Tensor]]:
     """Add x to residual and normalise the sum, in place: residual becomes residual + x, x becomes rms_norm(residual).
 
-    One pass over memory instead of two. The sum is rounded to the dtype of residual before it is normalised.
+    This takes one pass over memory instead of two. The sum is rounded to the dtype of residual before it is normalised.
 
     Args:
-        x, residual: [..., hidden_size], one dtype of float32, float16 and bfloat16, contiguous, not overlapping.
+        x, residual: [..., hidden_size], both float32, float16 or bfloat16, contiguous, not overlapping.
         weight, eps: as in `rms_norm`.
 
     Returns:
@@ -106,12 +106,13 @@ def fused_add_rms_norm(
         strides = f"{x.stride()}, {residual.stride()}"
         raise InvalidInputError(f"x, residual: strides {strides}, expected contiguous tensors")
     launch = _launch(x, weight, eps, has_residual=True)
-    if launch is None:
-        return torch_op.fused_add_rms_norm
 
     def run(
         x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *_: object, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if launch is None:
+            x.copy_(definition.rms_norm(residual.add_(x), weight, eps, compute=torch.float32))
+            return x, residual
         launch({"x_ptr": x, "residual_ptr": residual, "weight_ptr": weight.contiguous(), "out_ptr": x})
         return x, residual
 
@@ -126,15 +127,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, eps: float, *, has_residual: bool = False) -> Compute | None:
-    """Return the launch of a kernel; None if PyTorch computes."""
+    """Return the launch of a Triton or numba kernel; None if PyTorch computes."""
     rows, by_triton = rows_of(x), use_triton(x)
     if x.numel() == 0:
         return nothing
     if not by_triton:
-        loops = loops_of("common.numba_ops.rms_norm", x, weights=[weight])
-        if loops is None:
+        if not takes_numba(x, weights=[weight]):
             return None
-        return loops.prepare(rows, weight, eps, has_residual=has_residual)  # type: ignore[no-any-return]
+        from ..cpu.layers import rms_norm as numba_norm
+
+        return numba_norm.launch_for(rows, weight, eps, has_residual=has_residual)
     num_rows, hidden_size = rows.shape
     block_size = triton.next_power_of_2(hidden_size)
     return Launch(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, check_writable
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.id_checks import check_all_ids, checks_ids
-from ..common.launch import Compute, Launch, nothing, strides, wait_for_inputs
-from ..common.operation import Run, operation
-from ..common.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from ..common.scalars import as_bool
-from ..common.torch_ops import rows as torch_op
+from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor, check_writable
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.errors import as_bool
+from ..core.ids import check_all_ids, checks_ids
+from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
+from ..core.operation import Run, operation
+from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
+from . import definition
 
 
 @triton.jit
@@ -33,13 +35,13 @@ def _rotary_embedding_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):
-    """One program rotates BLOCK_HEADS heads of a token, in place: first the query's blocks of heads, then the key's."""
+    """Rotate BLOCK_HEADS heads of a token in place: the first programs take the query, the others the key."""
     wait_for_inputs()
     token, head_block, cos_sin_ptr, offs_head = locate_token(
         positions_ptr, cos_sin_cache_ptr, stride_cos_sin_position, BLOCK_HEADS
     )
     q_blocks: tl.constexpr = (NUM_Q_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
-    # Passing ROTARY_DIM for HEAD_DIM leaves what lies beyond it alone.
+    # HEAD_DIM is ROTARY_DIM here, so that elements beyond ROTARY_DIM stay unchanged.
     if head_block < q_blocks:
         heads = (head_block * BLOCK_HEADS + offs_head)[:, None]
         ptrs = query_ptr + token * stride_query_token + heads * stride_query_head
@@ -65,7 +67,7 @@ def rotary_embedding(
     *,
     interleaved: bool = False,
 ) -> Run[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Rotate query and key by their positions (Su et al., 2021), in place; both are returned.
+    """Rotate query and key by their positions (Su et al., 2021), in place, and return both.
 
     Pair i of a head is (x[i], x[i + rotary_dim / 2]), or (x[2i], x[2i + 1]) if interleaved. It becomes (x1 cos - x2
     sin, x2 cos + x1 sin), in float32, rounded once. Elements beyond rotary_dim do not change.
@@ -76,7 +78,7 @@ def rotary_embedding(
         key: [num_tokens, num_kv_heads, head_dim], dtype of query, last dimension contiguous; or None.
         cos_sin_cache: float32 [max_position, rotary_dim], last dimension contiguous: rotary_dim / 2 cosines, then as
             many sines.
-        interleaved: whether pairs are neighbours.
+        interleaved: whether the elements of a pair are neighbours.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a position is out of range. On a GPU
@@ -93,7 +95,7 @@ def rotary_embedding(
         check_writable("key", key)
     check_rotary(positions, cos_sin_cache, query)
     if not use_triton(query):
-        return torch_op.rotary_embedding
+        return _by_definition
     (num_tokens, num_q_heads, _), rotary_dim = query.shape, cos_sin_cache.shape[1]
     num_kv_heads = 0 if key is None else key.shape[1]
     launch: Compute = nothing
@@ -112,3 +114,19 @@ def rotary_embedding(
         return query, key
 
     return run
+
+
+def _by_definition(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rotate = functools.partial(definition.rotate, interleaved=interleaved, compute=torch.float32)
+    rotated = [rotate(x, positions, cos_sin_cache) for x in (query, key) if x is not None]
+    query.copy_(rotated[0])
+    if key is not None:
+        key.copy_(rotated[1])
+    return query, key

@@ -1,17 +1,17 @@
-"""The gated SiLU between the two projections of an MLP, and other gated activations."""
+"""Gated SiLU between the two projections of an MLP, and other gated activations."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_dtype, check_out
-from ..common.compat import tl, triton
-from ..common.device import loops_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.gated_activation import check_activation, gated_activation
-from ..common.launch import Compute, Launch, nothing, num_warps, rows_of, tile, wait_for_inputs
-from ..common.operation import Run, operation
-from ..common.torch_ops import rows as torch_op
+from ..core.checks import FLOAT_DTYPES, check_dtype, check_out
+from ..core.compat import tl, triton
+from ..core.device import takes_numba, use_triton
+from ..core.errors import InvalidInputError
+from ..core.launch import Compute, Launch, nothing, num_warps, rows_of, tile, wait_for_inputs
+from ..core.operation import Run, operation
+from . import definition
+from .activation import check_activation, gated_activation, known_activations
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -26,7 +26,7 @@ def _silu_and_mul_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """One program a tile of the output."""
+    """Compute one tile of the output a program."""
     wait_for_inputs()
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))[:, None]
     columns = (tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS))[None, :]
@@ -46,29 +46,29 @@ def _new(x: torch.Tensor, **_: object) -> torch.Tensor:
 def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor | None = None) -> Run[torch.Tensor]:
     """Return silu(gate) * up, with silu(z) = z / (1 + exp(-z)) (Shazeer, 2020).
 
-    Computed in float32 and rounded once.
+    The result is computed in float32 and rounded once.
 
     Args:
         x: [..., 2 * size], gate then up, float32, float16 or bfloat16, any strides.
-        activation: "silu", "gelu", "gelu_tanh" or "swiglu_oai", as in `fused_moe`.
+        activation: "silu", "gelu", "gelu_tanh", "swiglu_oai", "situ" or "silu_10", as in `fused_moe`.
         out: [..., size], dtype of x, contiguous; None makes one.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit.
-        UnsupportedError: the activation is unknown, or an argument requires a gradient.
+        UnsupportedError: the activation is unknown, or not known to Triton, or an argument requires a gradient.
     """
-    check_activation(activation)
     check_dtype("x", x, *FLOAT_DTYPES)
+    check_activation(activation, known_activations(by_triton=use_triton(x)))
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
     check_out(out, (*x.shape[:-1], x.shape[-1] // 2), x)
     launch = _launch(x, activation)
-    if launch is None:
-        return torch_op.silu_and_mul
 
     def run(x: torch.Tensor, *, out: torch.Tensor | None = None, **_: object) -> torch.Tensor:
         if out is None:
             out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+        if launch is None:
+            return out.copy_(definition.silu_and_mul(x, activation, compute=torch.float32))
         launch({"x_ptr": rows_of(x), "out_ptr": out})
         return out
 
@@ -76,18 +76,17 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
 
 
 def _launch(x: torch.Tensor, activation: str) -> Compute | None:
-    """Return the launch of a kernel; None if PyTorch computes."""
+    """Return the launch of a Triton or numba kernel; None if PyTorch computes."""
     rows, by_triton = rows_of(x), use_triton(x)
     num_rows, size = rows.shape[0], rows.shape[1] // 2
     if x.numel() == 0:
         return nothing
     if not by_triton:
-        if activation != "silu":
+        if activation != "silu" or not takes_numba(x):
             return None
-        loops = loops_of("common.numba_ops.gated_activation", x)
-        if loops is None:
-            return None
-        return loops.prepare(rows)  # type: ignore[no-any-return]
+        from ..cpu.layers import gated_activation as numba_activation
+
+        return numba_activation.launch_for(rows)
     block_rows, block_columns = tile(num_rows, size)
     return Launch(
         _silu_and_mul_kernel,

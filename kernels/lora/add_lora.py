@@ -1,27 +1,19 @@
-"""Low-rank adapters (Hu et al., 2021) of several requests in one batch: two grouped products a linear layer."""
+"""Low-rank adapters (Hu et al., 2021) of several requests in one batch: two grouped products in each linear layer."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.checks import (
-    check_device,
-    check_last_dim_contiguous,
-    check_tensor,
-    check_writable,
-    refuse_gradients,
-)
-from ..common.compat import tl, triton
-from ..common.device import device_of, use_triton
-from ..common.dot import dot
-from ..common.errors import InvalidInputError
-from ..common.id_checks import Ids, check_all_ids, checks_ids
-from ..common.launch import Launch, wait_for_inputs
-from ..common.operation import Run, in_fields, operation
-from ..common.scalars import shown
+from ..core.checks import check_device, check_last_dim_contiguous, check_tensor, check_writable, refuse_gradients
+from ..core.compat import dot, tl, triton
+from ..core.device import device_of, use_triton
+from ..core.errors import InvalidInputError, shown
+from ..core.ids import Ids, check_all_ids, checks_ids
+from ..core.launch import Launch, wait_for_inputs
+from ..core.operation import Run, in_fields, operation
+from . import definition
 from .batch import LoraBatch
 from .config import expand_tile, shrink_tile
-from .torch_ops import add_lora as torch_op
 from .weights import MAX_PARTS, LoraWeights
 
 
@@ -50,7 +42,7 @@ def _lora_shrink_kernel(
     slot = tl.load(slots_ptr + block)
     if slot < 0:
         return
-    # Parts alternate, so that the programs which read the same rows of x run side by side.
+    # Parts alternate, so that programs that read the same rows of x run side by side.
     part = tl.program_id(0) % NUM_PARTS
     first_r = tl.program_id(0) // NUM_PARTS * BLOCK_R
     matrix = slot.to(tl.int64) * NUM_PARTS + part
@@ -58,8 +50,8 @@ def _lora_shrink_kernel(
     if first_r >= rank:
         return
     positions = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Positions without a row compute row 0, and rows of A beyond the rank compute the first: no masks in the loop, and
-    # nothing of either is used.
+    # Positions without a row compute row 0, and ranks beyond the adapter's compute rank 0. So the loop needs no masks,
+    # and these results are not used.
     rows = tl.maximum(tl.load(rows_ptr + positions), 0).to(tl.int64)
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_k = tl.program_id(2) * split_size + tl.arange(0, BLOCK_K)
@@ -101,7 +93,7 @@ def _lora_expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """out[row] += scale * (sum of the splits) @ B^T for one block of rows and BLOCK_N columns of one part."""
+    """out[row] += scale * (sum of the splits) @ B^T, for one block of rows and BLOCK_N columns of one part."""
     wait_for_inputs()
     block = tl.program_id(1)
     slot = tl.load(slots_ptr + block)
@@ -146,10 +138,10 @@ def _lora_expand_kernel(
     mutates=("out",), **in_fields(weights=LoraWeights, batch=LoraBatch), finish=lambda arguments, _: arguments["out"]
 )
 def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> Run[torch.Tensor]:
-    """Add each row's adapter, in place: out[row] += scale * B (A x[row]).
+    """Add each row's adapter in place: out[row] += scale * B (A x[row]).
 
-    Rows without an adapter keep their bits. Products are accumulated in float32. A x is rounded to the dtype of x
-    before it is multiplied by B, and the sum with `out` is rounded once. Results have the same bits in every run.
+    Rows without an adapter keep their bits. Products are accumulated in float32. On a GPU, A x is rounded to the dtype
+    of x before it is multiplied by B. The sum with `out` is rounded once. Results have the same bits in every run.
 
     Args:
         out: [num_rows, out_features], dtype of x, last dimension contiguous; the layer's output without adapters.
@@ -175,7 +167,7 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     check_writable("out", out)
     check_last_dim_contiguous("x", x)
     by_triton = use_triton(x)
-    launches = _prepare(out, x, weights, batch) if by_triton and batch.rows.numel() else ()
+    launches = _launches_for(out, x, weights, batch) if by_triton and batch.rows.numel() else ()
 
     checks = not by_triton or checks_ids(x)
 
@@ -189,7 +181,9 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
                 by_triton=by_triton,
             )
         if not by_triton:
-            return torch_op.add_lora(out, x, weights, batch)
+            for rows, columns, change in definition.changes(x, weights, batch, compute=torch.float32):
+                out[rows, columns] = (out[rows, columns].float() + change).to(out.dtype)
+            return out
         tensors = {
             "x_ptr": x,
             "out_ptr": out,
@@ -205,8 +199,8 @@ def add_lora(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: Lo
     return run
 
 
-def _prepare(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> tuple[Launch, Launch]:
-    """The two launches for layers of this shape, with one intermediate result for all of them, as they take turns."""
+def _launches_for(out: torch.Tensor, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> tuple[Launch, Launch]:
+    """Return the two launches for layers of this shape. The layers run in turn and share one intermediate result."""
     num_blocks, block_m = batch.rows.shape
     _, num_parts, max_rank, in_features = weights.a.shape
     shrink = shrink_tile(num_blocks, block_m, num_parts, max_rank, in_features, x.element_size(), device_of(x.device))

@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from ..common.checks import check_contiguous, check_is_tensor, check_tensor
-from ..common.errors import InvalidInputError
+from ..core.checks import check_contiguous, check_is_tensor, check_tensor
+from ..core.errors import InvalidInputError
 
-# Up to this many rows an adapter reading its weights is all the work, and 16 rows are the least a tensor core takes.
-# More rows share one read of the weights in tiles of 64.
+# Up to FEW_ROWS rows an adapter, reading the weights takes the time, so tiles have the fewest rows that a tensor core
+# multiplies. More rows share one read of the weights in tiles of MANY_ROWS.
 FEW_ROWS, MANY_ROWS = 16, 64
 
 
 @dataclass(frozen=True, eq=False)
 class LoraBatch:
-    """Rows of a batch in blocks of one adapter each; rows without an adapter are in no block.
+    """Rows of a batch in blocks with one adapter each. Rows without an adapter are in no block.
 
     Attributes:
         rows: int32 [num_blocks, rows_per_block], contiguous; -1 for no row. No row appears twice.
-        slots: int32 [num_blocks], contiguous: slot of each block's adapter in `LoraWeights`; -1 for a block of padding,
+        slots: int32 [num_blocks], contiguous: slot in `LoraWeights` of each block's adapter; -1 for a block of padding,
             which is skipped.
         runs: calls that a `Bound` has bound to this batch.
 
@@ -40,7 +40,7 @@ class LoraBatch:
         check_contiguous("rows", self.rows)
         check_contiguous("slots", self.slots)
         if self.rows.device.type == "cpu":
-            ordered = self.rows[self.slots >= 0].flatten().sort().values  # blocks of no adapter are padding
+            ordered = self.rows[self.slots >= 0].flatten().sort().values  # slot -1 marks blocks of padding
             is_twice = (ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)
             if is_twice.any():
                 row = int(ordered[1:][is_twice][0])
@@ -48,11 +48,11 @@ class LoraBatch:
 
     @staticmethod
     def group(slots: torch.Tensor, *, most_adapters: int | None = None) -> LoraBatch:
-        """Group the rows of a batch by adapter, on the CPU; without adapters there are no blocks.
+        """Group the rows of a batch by adapter, on the CPU. Without adapters there are no blocks.
 
         Args:
             slots: int32 [num_rows] on the CPU, the adapter of each row; -1 for none.
-            most_adapters: if given, the shape is the same for every batch of that many rows and at most that many
+            most_adapters: if given, the shape is the same for all batches with as many rows and at most this many
                 adapters: blocks of FEW_ROWS rows, padding included.
 
         Raises:
@@ -66,9 +66,9 @@ class LoraBatch:
         size = FEW_ROWS if has_few else MANY_ROWS
         blocks = (counts + size - 1) // size
         num_blocks = used = int(blocks.sum())
-        if most_adapters is not None:  # each begins a block, and other blocks are full
+        if most_adapters is not None:  # each adapter may leave one block partly empty
             num_blocks = min(len(slots), most_adapters) + max(len(slots) - most_adapters, 0) // FEW_ROWS
-        # The rows of one adapter follow each other; those of the next one begin with a block of their own.
+        # Place the rows of one adapter one after another. Each adapter begins with a new block.
         skipped = (blocks.cumsum(0) - blocks) * size - (counts.cumsum(0) - counts)
         rows = torch.full((num_blocks, size), -1, dtype=torch.int32)
         rows.view(-1)[torch.arange(len(adapted)) + skipped.repeat_interleave(counts)] = adapted[order].int()

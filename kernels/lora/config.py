@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..common.device import Device
+from ..core.device import Device
 
-# More splits would cost the second product more than the first one gains: it adds them up for every tile of columns.
+# Most splits of the columns of x. The second product adds up the splits for every tile of its columns, so with more
+# splits it loses what the first product gains.
 _MAX_SPLITS = 8
 
 
 @dataclass(frozen=True)
 class ShrinkTile:
-    """A x: a program computes a block of rows by block_r ranks of one part, over one of num_splits column ranges."""
+    """Tile of A x: a program computes a block of rows by block_r ranks of one part, over one of num_splits splits."""
 
     block_r: int
     block_k: int
@@ -23,7 +24,7 @@ class ShrinkTile:
 
 @dataclass(frozen=True)
 class ExpandTile:
-    """B (A x): a program computes a block of rows by block_n columns, block_r ranks at a time."""
+    """Tile of B (A x): a program computes a block of rows by block_n columns, block_r ranks at a time."""
 
     block_n: int
     block_r: int
@@ -40,19 +41,18 @@ def shrink_tile(
     element_size: int,
     device: Device,
 ) -> ShrinkTile:
-    """Tile of the first product for `num_blocks` blocks of `block_m` rows, `element_size` bytes an element.
+    """Return the tile of the first product for `num_blocks` blocks of `block_m` rows, `element_size` bytes an element.
 
-    A decode step of 8 adapters of rank 16 has 8 to 24 programs, each of which would read 128 KB of a row of 4096 by
-    itself: x is cut until there are two programs an SM, as far as each split is two steps long.
+    A decode step has few programs, see limits.md. The columns of x are split until there are two programs an SM, as
+    long as each split has at least two steps.
     """
-    # 16 ranks a program where few rows are all there is, so that the common ranks of 8 and 16 read nothing twice; with
-    # 32, many rows are read half as often. Rows of 256 bytes keep a step's loads long; with 64 rows they spill in
-    # float32, and where rows are not aligned to 16 bytes, so that every element is loaded by itself.
+    # Few rows take 16 ranks a program, because most adapters have 8 or 16. Many rows take 32, to read x half as often.
+    # A step reads 256 bytes of a row. With 64 rows this spills in float32, and if rows are not aligned to 16 bytes.
     block_r = 16 if block_m <= 16 else 32
     block_k = 256 // element_size
     if block_m > 16 and (element_size == 4 or in_features % 16):
         block_k = 32
-    # Splits of 64 rows have large results: two of them.
+    # Results of 64 rows are large, so they take at most two splits.
     max_splits = _MAX_SPLITS if block_m <= 16 else 2
     programs = num_blocks * num_parts * -(-max_rank // block_r)
     num_splits = 1
@@ -67,9 +67,9 @@ def shrink_tile(
 
 
 def expand_tile(block_m: int, element_size: int) -> ExpandTile:
-    """Tile of the second product, which is short (the rank) and wide: reading and writing `out` is its work.
+    """Return the tile of the second product, which mostly reads and writes `out`.
 
-    Two stages hide the loads of few rows; of many they would fill 80 KB of shared memory.
+    For few rows, two stages hide the loads. For many rows, they would fill 80 KB of shared memory.
     """
     num_stages = 2 if block_m <= 16 else 1
     return ExpandTile(256 // element_size, 16, 4, num_stages)

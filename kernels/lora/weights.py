@@ -6,20 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
-from ..common.errors import InvalidInputError
-from ..common.scalars import as_int
+from ..core.checks import FLOAT_DTYPES, check_contiguous, check_is_tensor, check_tensor
+from ..core.errors import InvalidInputError, as_int
 
 MAX_PARTS = 3
 
 
 @dataclass(frozen=True, eq=False)
 class LoraWeights:
-    """The adapters of one linear layer, which may hold up to three projections of one input side by side: its parts.
+    """Adapters of one linear layer. A layer has up to three parts: projections of one input, side by side.
 
     Attributes:
         a: [num_slots, num_parts, max_rank, in_features], contiguous.
-        b: [num_slots, max_rank, out_features], contiguous: the B of each part transposed, in the columns of its part.
+        b: [num_slots, max_rank, out_features], contiguous: B of each part, transposed, in the columns of the part.
         ranks: int32 [num_slots, num_parts], contiguous; 0 if the adapter does not change the part. Elements beyond a
             rank are never read.
         scales: float32 [num_slots, num_parts], contiguous.

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from ..common.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY, Device
+from ..core.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY, Device
 
 FOLDER = Path(__file__).parent / "configs"
-# Entries at most a quarter of the experts: few experts then have two, which share their weights in the L2 cache, so
-# that sorting entries by expert has nothing to save. The same bound as vLLM's.
+# Matrix-vector products need at least this many experts an entry. Few experts then have two entries, which share the
+# weights in the L2 cache, so sorting saves nothing. vLLM has the same bound.
 GEMV_EXPERTS_PER_ENTRY = 4
 
 
@@ -25,8 +25,9 @@ GEMV_EXPERTS_PER_ENTRY = 4
 class MoeTile:
     """Tile of a grouped GEMM: a program computes block_m entries of one expert by block_n output columns.
 
-    group_m blocks of entries run next to each other before the next block_n columns, so that they find their expert's
-    weights in the L2 cache. swap_ab: weights times entries, for matrix units that take the left operand's rows in 64s.
+    group_m: blocks of entries that run next to each other before the next block_n columns, so that their expert's
+    weights are in the L2 cache.
+    swap_ab: multiply weights times entries, for matrix units that take the left operand's rows in 64s.
     tma: Hopper's copy engine fetches the weights, if their strides allow.
     """
 
@@ -42,7 +43,7 @@ class MoeTile:
 
 @dataclass(frozen=True)
 class MoeTiles:
-    """Tiles of both GEMMs; they share block_m, because both walk one sorted order."""
+    """Tiles of both GEMMs. They share block_m, because both follow one sorted order."""
 
     gate_up: MoeTile
     down: MoeTile
@@ -52,8 +53,8 @@ class MoeTiles:
 class MoeShape:
     """Everything that tile choices depend on.
 
-    num_experts: experts that entries are routed over; a rank may hold a part of them. packed: "int4", "mxfp4" or
-    "nvfp4" if weights are words of eight such codes.
+    num_experts: experts that entries are routed over; a rank may hold a part of them.
+    packed: "int4", "mxfp4" or "nvfp4" if weights are words of eight such codes.
     """
 
     num_entries: int
@@ -69,20 +70,20 @@ class MoeShape:
 
 
 def takes_gemv(shape: MoeShape, *, is_quantized: bool = False) -> bool:
-    """Return whether entries are few enough for matrix-vector products, without alignment; not if quantised."""
+    """Return whether entries are few enough for matrix-vector products without sorting. Quantised weights never are."""
     return not is_quantized and shape.num_entries * GEMV_EXPERTS_PER_ENTRY <= shape.num_experts
 
 
 def moe_tiles(shape: MoeShape, dtype: torch.dtype, device: Device) -> MoeTiles:
     """Return the tiles tuned for the nearest number of tokens, or `fallback_tiles` without a table.
 
-    Logs once which file is missing.
+    A missing file is logged once.
     """
     return _tiles(shape, table_dtype(shape.packed, dtype), device, FOLDER)
 
 
 def table_dtype(packed: str, dtype: torch.dtype) -> str:
-    """Return the weights' dtype as tables and vLLM name it; MXFP4 beside 16-bit activations is "mxfp4_w4a16"."""
+    """Return the weights' dtype as tables and vLLM name it; MXFP4 with 16-bit activations is "mxfp4_w4a16"."""
     if packed:
         return f"{packed}_w4a{8 * dtype.itemsize}"
     return str(dtype).removeprefix("torch.")
@@ -104,7 +105,7 @@ def _tiles(shape: MoeShape, dtype: str, device: Device, folder: Path) -> MoeTile
 
 @functools.cache
 def load_table(path: Path) -> dict[int, MoeTiles]:
-    """Return tiles by number of entries (tokens times experts a token); empty, with a message, without such a file."""
+    """Return tiles by number of entries (tokens times experts a token); empty, with a message, if there is no file."""
     if not path.exists():
         logging.getLogger(__name__).warning(
             "no tuned MoE tiles in %s: tiles come from the shape; `python -m paged.bench.moe.tune` writes it",
@@ -122,15 +123,14 @@ def load_table(path: Path) -> dict[int, MoeTiles]:
 def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
     """Return tiles for shapes without a table, from the compiler's reports and from counting bytes.
 
-    The rows of a tile change where vLLM 0.33's tuned table for 128 experts on an H200 changes: at 12, 24 and 48 entries
-    an expert, halfway between its rows. With 12 entries on average, one expert in ten has more than 16.
+    The rows of a tile change at 12, 24 and 48 entries an expert, where vLLM's tuned table changes, see limits.md.
     """
     if shape.packed:
         gate_up, down = _packed(shape, device)
     elif shape.element_size == 4 or shape.hidden_size % 16 or shape.intermediate_size % 16:
-        # float32 has no tensor core to feed, and rows off the 16-byte grid are loaded element by element: both take so
+        # float32 has no tensor core. Rows that are not aligned to 16 bytes are loaded element by element. Both take so
         # many registers that larger tiles spill.
-        num_warps = 8 if device.arch in SMALL_SHARED_MEMORY else 4  # on sm_89 4 warps spill 3 registers of the first
+        num_warps = 8 if device.arch in SMALL_SHARED_MEMORY else 4  # with 4 warps the first GEMM spills on sm_89
         gate_up, down = MoeTile(32, 32, 32, 1, num_warps, 2), MoeTile(32, 64, 32, 1, 4, 2)
     elif shape.entries_per_expert <= 24:
         gate_up, down = _few_rows(shape, device)
@@ -140,10 +140,10 @@ def fallback_tiles(shape: MoeShape, device: Device) -> MoeTiles:
 
 
 def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_native: bool) -> MoeTile:
-    """Return the tile for weights with a scale for group_k columns; is_native: 8-bit numbers are multiplied as such.
+    """Return the tile for weights with a scale for group_k columns. is_native: the chip multiplies 8-bit numbers.
 
-    A step stays within a group and takes 128 bytes of a row. Its product takes registers besides the sum, so 128
-    columns are the most they hold. With 128 rows that takes all 255 on sm_90, and spills up to 187 on sm_80 and sm_100.
+    A step stays within a group and takes 128 bytes of a row. Its product takes registers besides the sum, so a tile has
+    at most 128 columns, see limits.md.
     """
     block_k = tile.block_k
     if block_k >= 64:
@@ -152,24 +152,21 @@ def quantized_tile(tile: MoeTile, group_k: int, arch: str, *, gated: bool, is_na
     max_columns = 128
     if tile.block_m == 128 and arch.startswith("sm_") and arch != "sm_90":
         max_columns = 64
-    if gated:  # gate and up have as many columns each
+    if gated:  # gate and up have this many columns each
         max_columns //= 2
-    # 16 rows on the left go to mma.sync, for which Hopper first makes 16-bit numbers of them: 100 conversions a step.
+    # On Hopper, 16 rows on the left go to mma.sync, which converts operands to 16 bits first: 100 conversions a step.
+    # So weights go on the left.
     swap_ab = tile.swap_ab or (is_native and tile.block_m == 16 and arch in LARGE_SHARED_MEMORY)
     block_n = min(tile.block_n, max_columns)
     return replace(tile, block_n=block_n, block_k=block_k, num_stages=3, swap_ab=swap_ab)
 
 
 def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
-    """Return the tile for few rows, where reading the weights takes the time.
+    """Return the tiles for few rows, where reading the weights takes the time.
 
-    The goals are 33 KB in flight on each SM (4.3 TB/s at a microsecond of latency, 132 SMs), and no SM without a
-    program. A tile of 16 rows has two stages on their way, of 20 KB or 36 KB, and three programs share an SM. The wide
-    one reads the entries half as often; it is taken if it still gives four programs an SM. A program computes block_n
+    The goals are enough bytes in flight on each SM, and no SM without a program. limits.md has the numbers. The wide
+    tile reads the entries half as often; it is taken if it still gives four programs an SM. A program computes block_n
     gate columns and as many up columns, so the first GEMM's width counts twice.
-
-    For 16 rows mma.sync and wgmma on swapped operands both take 22 instructions per KB of weights. For 32, swapping
-    takes 24 instead of 29 and multiplies no padding up to 64; its 82 KB let two programs share an SM.
     """
     if shape.entries_per_expert > 12:
         swap_ab = device.arch in LARGE_SHARED_MEMORY
@@ -186,18 +183,15 @@ def _few_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
 
 def _many_rows(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
-    """Return the tile for many rows: 64, one wgmma, or 128 from 48 entries an expert on, to halve reads of weights."""
+    """Return the tiles for many rows: 64, one wgmma; or 128 from 48 entries an expert on, to halve reads of weights."""
     tma = device.arch in LARGE_SHARED_MEMORY
     if shape.entries_per_expert <= 48:
         return MoeTile(64, 64, 64, 4, 4, 4, tma=tma), MoeTile(64, 128, 64, 4, 4, 4, tma=tma)
     narrow = MoeTile(128, 64, 64, 8, 8, 3, tma=tma), MoeTile(128, 128, 64, 8, 8, 3, tma=tma)
     if not tma:
         return narrow
-    # 128 x 256: a step of 64 moves 48 KB into shared memory and 80 KB out of it in the 1,024 cycles of its wgmma, all
-    # of the 128 bytes a cycle; 128 x 128 needs 160 a cycle. The copy engine leaves it with 174 registers of 254 and a
-    # third of the copies that threads issue. But the 100 registers and 96 KB of 128 x 128 let two programs share an SM,
-    # and one computes while the other drains, which counts where a row is short (768 for the second GEMM of
-    # Qwen3-30B-A3B: 12 steps).
+    # The wide tile needs less bandwidth of shared memory. The narrow one leaves room for a second program on an SM,
+    # which helps if rows are short. limits.md has the numbers.
     wide = MoeTile(128, 128, 64, 16, 8, 4, tma=True), MoeTile(128, 256, 64, 16, 8, 4, tma=True)
     gate_up, down = narrow
     if _is_long(shape.hidden_size):
@@ -212,12 +206,11 @@ def _is_long(depth: int) -> bool:
 
 
 def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
-    """Return the tile for words of eight 4-bit codes; a step takes whole units of 128 columns, 8 KB for 128 rows.
+    """Return the tiles for words of eight 4-bit codes. A step takes whole units of 128 columns.
 
-    The tiles are those of `quantization.config.linear_tile`, which gives the reasons: weights on the left, from
-    registers if the matrix unit takes them there, and 8 warps for many rows, because unpacked weights take registers.
-    Per KB of MXFP4 and 16 rows, 128 columns take 321 instructions on sm_90 and 64 take 419; 64 are for SMs without a
-    program.
+    `quantization.config.linear_tile` gives the reasons for these tiles: weights are on the left, from registers if the
+    matrix unit takes them there. Many rows take 8 warps, because unpacked weights take registers. Tiles of 64 columns
+    are for SMs without a program; they take more instructions, see limits.md.
     """
     entries = shape.entries_per_expert
     few_rows = 16 if entries <= 12 else 32
@@ -228,7 +221,7 @@ def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
         def width(columns: int) -> int:
             fills = num_blocks * columns >= device.num_sms * 128
-            # For 64 columns ptxas puts 12 registers away on sm_89, outside of the loop.
+            # On sm_89, ptxas spills 12 registers of a tile with 64 columns, outside of the loop.
             return 128 if fills or device.arch in SMALL_SHARED_MEMORY else 64
 
         return (
@@ -243,10 +236,10 @@ def _packed(shape: MoeShape, device: Device) -> tuple[MoeTile, MoeTile]:
 
 
 def _fitting(tile: MoeTile, arch: str) -> MoeTile:
-    """Return the tile in a form that fits `arch`.
+    """Return the tile with at most two stages on chips with little shared memory.
 
-    82 KB for 4 stages fit the 163 KB of sm_80, but not the 99 KB of consumer chips beside a second program, nor the 64
-    KB of LDS on CDNA3, where two stages take 32 KB.
+    Four stages take 82 KB. They fit sm_80, but neither consumer chips beside a second program, nor CDNA3. See
+    limits.md.
     """
     if arch in LARGE_SHARED_MEMORY or arch == "sm_80":
         return tile

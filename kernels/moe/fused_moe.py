@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..common.checks import (
+from ..core.checks import (
     check_contiguous,
+    check_is_tensor,
     check_last_dim_contiguous,
     check_shape,
     check_tensor,
     check_writable,
 )
-from ..common.compat import tl, triton
-from ..common.device import device_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.gated_activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
-from ..common.launch import Launch, wait_for_inputs
-from ..common.operation import Arguments, Run, like_the_first, operation
-from ..common.scalars import as_bool, as_int, shown
+from ..core.compat import tl, triton
+from ..core.device import device_of, takes_numba, use_triton
+from ..core.errors import InvalidInputError, as_bool, as_int, shown
+from ..core.launch import Launch, wait_for_inputs
+from ..core.operation import Arguments, Run, like_the_first, operation
+from ..layers.activation import PLAIN_ACTIVATIONS, check_activation, known_activations
+from . import definition, plain_experts
 from .config import MoeShape, MoeTiles, moe_tiles, takes_gemv
 from .gemm import expert_gemm
 from .gemv import moe_gemv
@@ -28,12 +30,10 @@ from .moe_align_block_size import (
     MoeAlignment,
     check_expert_map,
     expert_rows,
-    max_num_blocks,
     moe_align_block_size,
     num_mapped,
 )
 from .route_and_align import MAX_FUSED_TOKENS
-from .torch_ops import fused_moe as torch_op
 from .weights import ExpertLinear, MoeCall, check_operands
 
 
@@ -51,14 +51,17 @@ def _moe_sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One token's weighted parts, always added in the same order. Parts of experts that other ranks hold were never
-    written and are not read; a NaN weight makes the row NaN even where it names no expert."""
+    """Add one token's weighted parts, always in the same order.
+
+    Parts of experts that other ranks hold were never written and are not read. A NaN weight makes the row NaN, even if
+    its id names no expert.
+    """
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
     mask = offs < HIDDEN_SIZE
     total = tl.zeros((BLOCK_SIZE,), tl.float32)
-    # Unrolled, so that all parts are on their way before the first is added.
+    # Unroll, so that all loads start before the first addition.
     for k in tl.static_range(TOP_K):
         entry = token * TOP_K + k
         is_here = expert_rows(tl.load(ids_ptr + entry), expert_map_ptr, num_mapped, NUM_EXPERTS) >= 0
@@ -109,21 +112,23 @@ def fused_moe(
     Args:
         hidden_states: [num_tokens, hidden_size], float32, float16 or bfloat16, last dimension contiguous.
         w1: [num_experts, 2 * intermediate_size, hidden_size], gate rows then up rows, last dimension contiguous; half
-            as many without gate.
+            as many rows without gate.
         w2: [num_experts, hidden_size, intermediate_size], last dimension contiguous.
         topk_weights: float32 [num_tokens, top_k], contiguous. A NaN makes its token's row NaN, and no other row.
         topk_ids: int32 [num_tokens, top_k], contiguous. An id that names no expert contributes nothing. Shared experts
             are the last rows of w1 and w2, and every token names them, see `route_tokens`.
         activation: "silu", "gelu" or "gelu_tanh" (its tanh approximation) of the gate, times up. "swiglu_oai" is
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
-            "relu2" is max(up, 0)^2 (So et al., 2021) of experts without gate rows.
+            "situ" is 4 tanh(gate / 4) sigmoid(gate) 25 tanh(up / 25) (Kimi K3, Moonshot AI, 2026), "silu_10"
+            silu(min(gate, 10)) up with up clamped to [-10, 10] (GLM-5.3, Z.ai, 2026); Triton lacks both.
+            "relu2" is max(up, 0)^2 (So et al., 2021) for experts without gate rows.
         expert_map: int32 [num_global_experts], contiguous: row of each expert in w1 and w2, or -1 if another rank holds
-            it. Such an expert costs nothing and contributes nothing, so the ranks' results add up to the whole. None if
-            ids are rows.
+            it. Such an expert costs nothing and contributes nothing, so the sum of the ranks' results is the full
+            result. None if ids are rows.
         out: like hidden_states, last dimension contiguous; None makes one.
         w1_bias: [num_experts, 2 * intermediate_size] in the order of w1's rows, dtype of hidden_states or float32,
             contiguous.
-        w2_bias: [num_experts, hidden_size], likewise.
+        w2_bias: [num_experts, hidden_size], dtype of hidden_states or float32, contiguous.
         interleaved: whether w1's gate and up rows alternate.
         aligned: result of `route_and_align` or `moe_align_block_size` for these ids and this expert_map, with the block
             size that `moe_block_size` returns; None makes one.
@@ -139,11 +144,11 @@ def fused_moe(
       with a scale for every 128 values of a token.
     - int8, or uint8 with two 4-bit codes a byte, the first in the low bits: scales of any float dtype, groups of one
       row and a multiple of 32 columns.
-    - int32 [num_experts, rows, 16 * ceil(columns / 128)], 4-bit codes as `pack_codes` orders them: int4 with such
-      scales; MXFP4 with uint8 or float8_e8m0fnu scales, 2^(byte - 127), for 32 columns; NVFP4 with float8_e4m3fn scales
-      for 16 columns, none negative. w1 and w2 are both packed so, or neither. Scales that span fewer than 128 columns
-      are applied in the dtype of hidden_states, which has to hold them. They are read in whole lines if rows are
-      neighbours in memory.
+    - int32 [num_experts, rows, 16 * ceil(columns / 128)], 4-bit codes as `pack_codes` orders them: int4 with scales as
+      for bytes; MXFP4 with uint8 or float8_e8m0fnu scales, 2^(byte - 127), for 32 columns; NVFP4 with float8_e4m3fn
+      scales for 16 columns, none negative. Either both w1 and w2 are words, or neither is. Scales that span fewer than
+      128 columns are applied in the dtype of hidden_states and must be in its range. A scale's read is fastest if rows
+      are neighbours in memory.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or `aligned` has another block size.
@@ -153,7 +158,8 @@ def fused_moe(
         raise InvalidInputError(f"aligned: {shown(aligned)}, expected a MoeAlignment")
     gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
     down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
-    check_activation(activation, ACTIVATIONS + PLAIN_ACTIVATIONS)
+    check_is_tensor("hidden_states", hidden_states)
+    check_activation(activation, known_activations(by_triton=use_triton(hidden_states)) + PLAIN_ACTIVATIONS)
     is_gated = activation not in PLAIN_ACTIVATIONS
     interleaved = as_bool("interleaved", interleaved)
     check_operands(hidden_states, gate_up, down, topk_weights, topk_ids, is_gated=is_gated)
@@ -167,7 +173,7 @@ def fused_moe(
     elif use_triton(hidden_states):
         compute = _bind_triton(hidden_states, down, topk_ids, expert_map, aligned, is_gated)
     else:
-        compute = torch_op.bind(hidden_states, gate_up, down, topk_ids)
+        compute = _bind_cpu(hidden_states, gate_up, down, topk_ids)
 
     def run(
         hidden_states: torch.Tensor,
@@ -201,7 +207,43 @@ def fused_moe(
 
 
 def _do_nothing(_call: MoeCall, _aligned: MoeAlignment | None) -> None:
-    """Leave the output without elements as it is."""
+    """Do nothing: the launch for an output without elements."""
+
+
+def _bind_cpu(
+    hidden_states: torch.Tensor, gate_up: ExpertLinear, down: ExpertLinear, topk_ids: torch.Tensor
+) -> Callable[[MoeCall, MoeAlignment | None], object]:
+    is_plain = (gate_up.format, down.format) == ("", "")
+    if is_plain and takes_numba(hidden_states):
+        return plain_experts.bind(gate_up, down, topk_ids)
+    return _by_definition
+
+
+def _by_definition(call: MoeCall, _: MoeAlignment | None) -> None:
+    result = definition.sum_of_experts(
+        call.hidden_states,
+        partial(definition.grouped_product, call.gate_up, compute=torch.float32),
+        partial(definition.grouped_product, call.down, compute=torch.float32),
+        call.topk_weights,
+        call.topk_ids,
+        len(call.gate_up.w),
+        activation=call.activation,
+        expert_map=call.expert_map,
+        interleaved=call.interleaved,
+        compute=torch.float32,
+    )
+    call.out.copy_(result)
+
+
+def has_invariant_rows(gate_up: ExpertLinear, down: ExpertLinear) -> bool:
+    """Return whether numba kernels multiply these experts so that a row's bits do not depend on other rows."""
+    if (gate_up.format, down.format) != ("", ""):
+        return False
+    if not takes_numba(gate_up.w, down.w):
+        return False
+    from ..cpu.layers.linear import takes_rows
+
+    return takes_rows(gate_up.w) and takes_rows(down.w)
 
 
 def _bind_triton(
@@ -310,9 +352,10 @@ def moe_block_size(
 ) -> int | None:
     """Return the block size of the alignment that `fused_moe` takes for this many tokens; None if it takes none.
 
-    dtype: of hidden_states; None for that of w2. is_gated: whether w1 has gate rows.
+    dtype: dtype of hidden_states; None for the dtype of w2.
+    is_gated: whether w1 has gate rows.
     """
-    if torch.compiler.is_dynamo_compiling():  # no graph depends on how many tokens there are
+    if torch.compiler.is_dynamo_compiling():  # a graph must not depend on the number of tokens
         return None
     check_shape("w2", w2, ("num_experts", "hidden_size", "intermediate_size"))
     num_tokens, top_k = as_int("num_tokens", num_tokens), as_int("top_k", top_k, 1)
@@ -335,7 +378,7 @@ def token_counts(
     dtype: torch.dtype | None = None,
     is_gated: bool = True,
 ) -> list[int]:
-    """Return the least number of tokens, 1 to max_tokens, for each code path of `fused_moe` and its routing, rising."""
+    """Return the smallest number of tokens, 1 to max_tokens, for each path of `fused_moe` and its routing, rising."""
     counts: dict[object, int] = {}
     down = ExpertLinear(w2, scale=w2_scale)
     for count in range(1, max_tokens + 1):
@@ -354,7 +397,7 @@ def _chosen_tiles(
 ) -> MoeTiles | None:
     """Return the tiles, or None for matrix-vector products."""
     num_experts, hidden_size, _ = down.w.shape
-    # The entries spread over all experts, of which a rank holds a part.
+    # Entries spread over all experts, but a rank may hold only some of the experts.
     num_routed = num_experts
     if expert_map is not None:
         num_routed = expert_map.numel()
@@ -367,7 +410,7 @@ def _chosen_tiles(
 
 def _check_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
     num_entries, device = topk_ids.numel(), topk_ids.device
-    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    num_blocks = definition.max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
     for name, tensor, size in zip(aligned._fields, aligned, sizes, strict=True):
         check_tensor(f"aligned.{name}", tensor, (size,), (torch.int32,), device)

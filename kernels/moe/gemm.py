@@ -1,18 +1,18 @@
-"""The grouped GEMM of the fused MoE: many matrix products at once, one for each expert that any token chose.
+"""The grouped GEMM of the fused MoE: one launch with a matrix product for each expert that any token chose.
 
-An entry is one token with one of its experts. `moe_align_block_size` sorts entries by expert and pads each expert's to
-whole blocks of BLOCK_M, so a block needs the weights of a single expert. A program multiplies one block by BLOCK_N
-columns of that expert's weights: it gathers the rows of x that the block's entries name, walks along K in steps of
+An entry is one token with one of its experts. `moe_align_block_size` sorts entries by expert and pads each expert's
+entries to whole blocks of BLOCK_M, so a block needs the weights of a single expert. A program multiplies one block by
+BLOCK_N columns of the expert's weights. It gathers the rows of x that the entries name, loops along K in steps of
 BLOCK_K, accumulates in float32, and stores each row at its entry's row of the output. A launch has a program for every
-possible block (`max_num_blocks`) and every BLOCK_N columns; programs beyond the blocks in use return at once.
+possible block (`max_num_blocks`) and every BLOCK_N columns. Programs beyond the blocks in use return at once.
 
 `fused_moe` calls `expert_gemm` twice. The first product computes gate and up columns in one program and applies the
 activation in registers. The second multiplies each row by its routing weight, and `moe_sum` adds up a token's rows. A
 few tokens take `gemv.py` instead.
 
-Tiles come from `config.py`; for quantised weights a tile is no deeper than the columns that share a scale. 16-bit
-weights are read through a tensor descriptor if the tile asks for Hopper's copy engine and their strides allow it, all
-others by pointers. For e4m3 weights x is rounded first (`packed/quantize_rows.py`).
+Tiles come from `config.py`. For quantised weights a step is no deeper than the columns that share a scale. 16-bit
+weights are read through a tensor descriptor if the tile asks for Hopper's copy engine and their strides allow it. All
+other weights are read by pointers. For e4m3 weights x is rounded first (`quantization/quantize_rows.py`).
 """
 
 from __future__ import annotations
@@ -22,38 +22,30 @@ from typing import Any
 
 import torch
 
-from ..common.compat import tl, triton
-from ..common.device import device_of
-from ..common.dot import dot, locate_block
-from ..common.fp8 import as_kernel_argument
-from ..common.gated_activation import gated_activation
-from ..common.launch import Box, Launch, strides, wait_for_inputs
-from ..common.packed.packing import E2M1_GROUPS, FP8_BLOCK
-from ..common.packed.product import (
-    InputRows,
-    WeightRows,
-    as_zero,
-    decode_bytes,
-    load_zero,
-    quantized_product,
-)
-from ..common.packed.quantize_rows import quantize_rows
+from ..core.compat import dot, locate_block, tl, triton
+from ..core.device import device_of
+from ..core.dtypes import as_kernel_argument
+from ..core.launch import Box, Launch, strides, wait_for_inputs
+from ..layers.activation import gated_activation
+from ..quantization.packing import E2M1_GROUPS, FP8_BLOCK
+from ..quantization.product import InputRows, WeightRows, as_zero, decode_bytes, load_zero, quantized_product
+from ..quantization.quantize_rows import quantize_rows
 from .config import MoeTile, quantized_tile
 from .moe_align_block_size import MoeAlignment
 from .weights import ExpertLinear
 
 BoundGemm = tuple[Launch, Callable[..., tuple[torch.Tensor, torch.Tensor]] | None]
-"""The launch of a product, and where its weights are e4m3 what rounds its input."""
+"""The launch of a product, and the function that rounds its input if the weights are e4m3."""
 
-# 0 where scales have fewer dimensions.
+# Strides of scales and zero points, 0 for dimensions that a tensor lacks.
 _SCALE_STRIDES = tuple(f"stride_{tensor}_{axis}" for tensor in ("scale", "zeros") for axis in ("row", "group"))
 
 
 @triton.jit
 def _byte_product(
-    inputs,  # InputRows, scales of groups of X_GROUP columns
-    weights,  # WeightRows; scales and zero points read here where GROUP_K > 0
-    w_desc,  # of all weights, in place of weights.ptrs, or None
+    inputs,  # InputRows, with scales of groups of X_GROUP columns
+    weights,  # WeightRows; scales and zero points are read here if GROUP_K > 0
+    w_desc,  # descriptor of all weights, in place of weights.ptrs, or None
     expert,
     first_column,
     K,
@@ -65,10 +57,11 @@ def _byte_product(
     BLOCK_K: tl.constexpr,
     SWAP_AB: tl.constexpr,
 ):
-    """x @ w^T [BLOCK_M, WIDTH] in float32, of weights as they are or as codes in bytes.
+    """x @ w^T [BLOCK_M, WIDTH] in float32, with plain weights or codes in bytes.
 
-    A step's product of codes is multiplied by its scales in float32 before it is added; asked for a step ahead, as in
-    `quantized_product`, 128 rows spill 44 times on sm_90. Scales that span K (GROUP_K 0) are left to the caller.
+    A step's product of codes is multiplied by its scales in float32 before it is added. Loading scales a step ahead, as
+    in `quantized_product`, would spill 44 registers with 128 rows on sm_90. Scales that span K (GROUP_K 0) are left to
+    the caller.
     """
     M: tl.constexpr = inputs.ptrs.shape[0]
     dtype: tl.constexpr = inputs.ptrs.dtype.element_ty
@@ -79,7 +72,8 @@ def _byte_product(
     if w_desc is None:
         w_ptrs = weights.ptrs[:, None] + offs_w[None, :]
     zero = load_zero(None if GROUP_K > 0 else weights.zero_ptrs, FORMAT, False, dtype)
-    # Few rows: an empty one is not read, as the weights take all the bandwidth. Many: it reads row 0, unmasked.
+    # With few rows, reading the weights takes the bandwidth, so empty rows are masked. With many, an empty row reads
+    # row 0.
     FEW_ROWS: tl.constexpr = M <= 32
     acc = tl.zeros((WIDTH, M) if SWAP_AB else (M, WIDTH), tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -120,10 +114,10 @@ def _byte_product(
 def _expert_gemm_kernel(
     x_ptr,  # [num_entries / ENTRIES_PER_ROW, K]
     x_scale_ptr,  # [num_entries / ENTRIES_PER_ROW, K / X_GROUP] float32, or None
-    w_ptr,  # [num_experts, 2 * N where gated, else N, K, or K / 2 bytes, or K / 8 words], or None
-    w_desc,  # the same as a tensor descriptor [num_experts, 2 where gated, else 1, N, K], or None
-    scale_ptr,  # [num_experts, w's rows / GROUP_N, K / GROUP_K], or None
-    zeros_ptr,  # the same in int8, or None
+    w_ptr,  # [num_experts, w_rows, K], w_rows is 2 * N if gated, else N; K / 2 bytes or K / 8 words of codes; or None
+    w_desc,  # a tensor descriptor of w, [num_experts, 2 if gated else 1, N, K], or None
+    scale_ptr,  # [num_experts, w_rows / GROUP_N, K / GROUP_K], or None
+    zeros_ptr,  # int8 in the shape of scale_ptr, or None
     tensor_scale_ptr,  # [num_experts] float32, or None
     bias_ptr,  # [num_experts, 2 * N or N], or None
     entry_weights_ptr,  # [num_entries] float32, or None
@@ -161,12 +155,12 @@ def _expert_gemm_kernel(
 ):
     """out[entry] = w[expert] @ x[entry // ENTRIES_PER_ROW] + bias, for a block of entries by BLOCK_N columns.
 
-    ACTIVATION: of the products with w's gate and up rows, in the registers that accumulated them; "" for none.
-    INTERLEAVED: gate and up rows alternate in w, else all gate rows come first. entry_weights: each entry's row is
-    multiplied by its weight before it is rounded. SWAP_AB: the weights are the operand whose rows come in 64s.
+    ACTIVATION: applied to the gate and up products in registers; "" for none. INTERLEAVED: gate and up rows alternate
+    in w, else all gate rows come first. entry_weights: each entry's row is multiplied by its weight before it is
+    rounded. SWAP_AB: the weights are the operand whose rows come in 64s.
 
-    FORMAT, SCALE, GROUP_K: of quantised weights, see `quantized_product`, which runs the loop over those in words.
-    Scales that span K (GROUP_K 0) wait for the end. GROUP_N: rows of w that share one.
+    FORMAT, SCALE, GROUP_K: format of quantised weights, see `quantized_product`, which runs the loop for weights in
+    words. Scales that span K (GROUP_K 0) are applied at the end. GROUP_N: rows of w that share a scale.
     """
     wait_for_inputs()
     program = tl.program_id(0)
@@ -184,7 +178,8 @@ def _expert_gemm_kernel(
     PACKED: tl.constexpr = scale_ptr is not None and w_ptr.dtype.element_ty == tl.int32
     WIDTH: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     lanes = tl.arange(0, WIDTH)
-    # Gate rows, then up rows: both of a column end in one thread's registers. Columns beyond N are column 0.
+    # Take gate rows, then up rows, so that gate and up of a column are in registers of one thread. Columns beyond N
+    # read column 0.
     columns = block_n * BLOCK_N + lanes % BLOCK_N
     w_rows = tl.where(columns < N, columns, 0)
     if GATED:
@@ -250,8 +245,8 @@ def expert_gemm(
 ) -> BoundGemm:
     """Fill the rows of `out` [num_entries, num_columns] whose entries are in a block of `aligned`; see the kernel.
 
-    With e4m3 weights x is rounded to e4m3, too, with a scale for every 128 values of a row. bound: result of an earlier
-    call with tensors of the same layouts and the same other arguments.
+    With e4m3 weights x is rounded to e4m3 too, with a scale for every 128 values of a row.
+    bound: result of an earlier call with tensors of the same layouts and the same other arguments.
     """
     w, scale, x_scale = linear.w, linear.scale, None
     launch, quantize = bound or (None, None)
@@ -262,7 +257,7 @@ def expert_gemm(
             w = as_kernel_argument(w)
     if launch is None:
         numbers = {"ACTIVATION": activation, "INTERLEAVED": interleaved, "ENTRIES_PER_ROW": entries_per_row}
-        launch = _prepare(x, w, linear, out, aligned.expert_ids.numel(), tile, numbers)
+        launch = _launch_for(x, w, linear, out, aligned.expert_ids.numel(), tile, numbers)
     if scale is not None and scale.element_size() == 1:
         scale = scale.view(torch.uint8)
     launch(
@@ -282,7 +277,7 @@ def expert_gemm(
     return launch, quantize
 
 
-def _prepare(
+def _launch_for(
     x: torch.Tensor,
     w: torch.Tensor,
     linear: ExpertLinear,
@@ -303,7 +298,7 @@ def _prepare(
             tile = quantized_tile(tile, step, arch, gated=bool(numbers["ACTIVATION"]), is_native=is_native)
         if group_k == depth and linear.format not in E2M1_GROUPS:
             group_k = 0
-    # vLLM reports wrong products from descriptors whose last step is not a whole one: those sizes go by pointers.
+    # Use pointers if the last step of K is not full, because vLLM reports wrong products of descriptors there.
     is_even = depth % tile.block_k == 0
     uses_tma = tile.tma and not linear.format and is_even and _fits_tma(w)
     boxes = {}
@@ -343,12 +338,12 @@ def _prepare(
 
 
 def _fits_tma(w: torch.Tensor) -> bool:
-    """Return whether the copy engine can read it: address and strides are multiples of 16 bytes (CUDA driver API)."""
+    """Return whether the copy engine can read w: address and strides are multiples of 16 bytes (CUDA driver API)."""
     return all(step * w.element_size() % 16 == 0 for step in w.stride()[:2]) and w.data_ptr() % 16 == 0
 
 
 def _box(w: torch.Tensor, num_columns: int, interleaved: bool, tile: MoeTile) -> Box:
-    """Return boxes of block_n columns by block_k, of gate and up at once if there are both."""
+    """Return boxes of block_n columns by block_k; with a gate, a box holds gate and up."""
     num_experts, num_rows, depth = w.shape
     parts = num_rows // num_columns
     row = w.stride(1)

@@ -1,25 +1,24 @@
-"""The fused MoE for a handful of tokens: a matrix-vector product for each entry, without sorting.
+"""Fused MoE for few tokens: a matrix-vector product for each entry, without sorting.
 
-Two launches, no partial results: the second product adds up a token's experts itself.
+It takes two launches and stores no partial results: the second product adds up a token's experts itself.
 """
 
 from __future__ import annotations
 
-from ..common.compat import tl, triton
-from ..common.gated_activation import gated_activation
-from ..common.launch import Launch, strides, wait_for_inputs
+from ..core.compat import tl, triton
+from ..core.launch import Launch, strides, wait_for_inputs
+from ..layers.activation import gated_activation
 from .moe_align_block_size import expert_rows, num_mapped
 from .weights import MoeCall
 
-# A step of either product reads 4,096 weights: 32 a thread of 4 warps, so that 80 registers on sm_90 let six programs
-# share an SM. One token of Qwen3-30B-A3B makes 768 programs and then 512, a single wave of 132 SMs each. 64 a thread
-# took 155 registers for the second: three programs an SM, 512 programs in waves of 396.
+# Weights that a step of either product reads: 32 a thread of 4 warps. More would take so many registers that fewer
+# programs share an SM, see limits.md.
 _STEP_WEIGHTS = 4096
-# Columns and depth of a step of the first product, for gate rows and as many up rows.
+# Columns and depth of a step of the first product, which reads a gate row and an up row for each column.
 GATE_UP_TILE = 8, _STEP_WEIGHTS // (2 * 8)
+# Depth of a step of the second product.
 _DOWN_DEPTH = 128
-# Two steps are fetched ahead, 16 KB of 16-bit weights: four programs have 64 KB on their way to an SM, where 4.3 TB/s
-# at a microsecond of latency require 33 KB for each of 132.
+# Two steps are fetched ahead, 16 KB of 16-bit weights a program. limits.md says how many bytes an SM needs in flight.
 _STAGES = tl.constexpr(3)
 
 
@@ -44,7 +43,7 @@ def _gate_up_gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one entry. Entries run side by side, so that two of one expert share its rows in the L2."""
+    """BLOCK_N columns of one entry. Entries run side by side, so entries of one expert share its rows in the L2."""
     wait_for_inputs()
     entry = tl.program_id(0).to(tl.int64)
     expert = expert_rows(tl.load(ids_ptr + entry), expert_map_ptr, num_mapped, NUM_EXPERTS).to(tl.int64)
@@ -95,7 +94,7 @@ def _down_gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_N columns of one token, all its experts side by side; they are added in the order of one fixed tree."""
+    """BLOCK_N columns of one token, all its experts side by side. Experts are always added in the same order."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, BLOCK_E)
@@ -120,7 +119,7 @@ def _down_gemv_kernel(
         bias_ptrs = bias_ptr + experts[:, None] * N + w_rows[None, :]
         parts += tl.load(bias_ptrs, mask=is_here[:, None], other=0.0).to(tl.float32)
     weights = tl.load(weights_ptr + token * TOP_K + ranks, mask=is_rank, other=0.0)
-    # A NaN weight makes the row NaN even where it names no expert.
+    # A NaN weight makes the row NaN, even if its id names no expert.
     weights = tl.where(is_here | (weights != weights), weights, 0.0)
     out = tl.sum(parts * weights[:, None], axis=0).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * stride_out_token + columns, out, mask=columns < N)
@@ -133,7 +132,7 @@ def moe_gemv(call: MoeCall, launches: tuple[Launch, ...] | None = None) -> tuple
     """
     gate_up, down = call.gate_up, call.down
     activated = call.hidden_states.new_empty((call.topk_ids.numel(), down.w.shape[2]))
-    first, second = launches = _prepare(call) if launches is None else launches
+    first, second = launches = _launches_for(call) if launches is None else launches
     routes = {"ids_ptr": call.topk_ids, "expert_map_ptr": call.expert_map}
     weights = {"w_ptr": gate_up.w, "bias_ptr": gate_up.bias}
     first({"x_ptr": call.hidden_states, "out_ptr": activated, **weights, **routes})
@@ -142,7 +141,7 @@ def moe_gemv(call: MoeCall, launches: tuple[Launch, ...] | None = None) -> tuple
     return launches
 
 
-def _prepare(call: MoeCall) -> tuple[Launch, Launch]:
+def _launches_for(call: MoeCall) -> tuple[Launch, Launch]:
     gate_up, down, (num_tokens, top_k) = call.gate_up, call.down, call.topk_ids.shape
     num_experts, hidden_size, intermediate_size = down.w.shape
     routes = {"num_mapped": num_mapped(call.expert_map), "NUM_EXPERTS": num_experts, "TOP_K": top_k}

@@ -6,20 +6,19 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.checks import check_contiguous, check_dtype, check_tensor
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.errors import InvalidInputError
-from ..common.launch import Launch, wait_for_inputs
-from ..common.operation import Run, operation
-from ..common.scalars import as_int, shown
+from ..core.checks import check_contiguous, check_dtype, check_tensor
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.errors import InvalidInputError, as_int, shown
+from ..core.launch import Launch, wait_for_inputs
+from ..core.operation import Run, operation
+from . import definition
 from .routing import MAX_EXPERTS
-from .torch_ops import moe_align_block_size as torch_op
 
 # Entries a tile: 16 a thread of 4 warps.
 _TILE = 2048
-# Chunks that the entries are cut into at most: every program reads the counts of all chunks and experts, and 16 x 512
-# of them are still one load of 64 a thread; 16 x 128 programs fill 132 SMs.
+# The most chunks of entries. Every program reads the counts of all chunks and experts, so there are few; 16 still fill
+# an H200's SMs, see limits.md.
 _MAX_CHUNKS = 16
 
 
@@ -46,18 +45,9 @@ class MoeAlignment(NamedTuple):
         }
 
 
-def max_num_blocks(num_entries: int, block_size: int, num_experts: int) -> int:
-    """Return the most blocks that `num_entries` routed entries can need.
-
-    Every expert in use may leave block_size - 1 places of its last block empty. No more experts than entries are in
-    use.
-    """
-    return -(-(num_entries + min(num_experts, num_entries) * (block_size - 1)) // block_size)
-
-
 def new_alignment(num_entries: int, block_size: int, num_experts: int, device: torch.device) -> MoeAlignment:
-    """Return empty memory for an alignment, enough for the worst distribution of entries."""
-    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    """Return empty memory for an alignment, enough for any distribution of entries."""
+    num_blocks = definition.max_num_blocks(num_entries, block_size, num_experts)
     sizes = (num_blocks * block_size, num_blocks, 1)
     return MoeAlignment(*[torch.empty(size, dtype=torch.int32, device=device) for size in sizes])
 
@@ -69,7 +59,7 @@ def num_mapped(expert_map: torch.Tensor | None) -> int:
 
 @triton.jit
 def expert_rows(ids, expert_map_ptr, num_mapped, NUM_EXPERTS: tl.constexpr):
-    """Rows of the weights for expert ids, -1 for experts that are not here."""
+    """Return rows of the weights for expert ids, -1 for experts that this rank does not hold."""
     if expert_map_ptr is not None:
         ids = tl.load(expert_map_ptr + ids, mask=(ids >= 0) & (ids < num_mapped), other=-1)
     return tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, -1)
@@ -91,7 +81,7 @@ def _count_kernel(
     BLOCK_E: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Count each expert's entries of one chunk, and fill a share of the results with the values of unused slots."""
+    """Count each expert's entries of one chunk, and fill a share of the results with the values of unused places."""
     wait_for_inputs()
     chunk = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
@@ -126,9 +116,9 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Store one expert's entries of one chunk behind those of smaller experts and earlier chunks.
+    """Store one expert's entries of one chunk after the entries of smaller experts and of earlier chunks.
 
-    Everything is counted, nothing is claimed by an atomic, so the order is that of the entries in every run.
+    Positions come from counts, not from atomics, so the order is the order of the entries in every run.
     """
     wait_for_inputs()
     expert = tl.program_id(0)
@@ -147,7 +137,7 @@ def _place_kernel(
     first_block = tl.sum(tl.where(experts < expert, num_blocks, 0), axis=0)
     num_before = tl.sum(tl.where((experts[None, :] == expert) & (chunks < chunk), counts, 0))
 
-    # The expert's blocks that begin with an entry of this chunk.
+    # Write the expert's id for its blocks whose first entry is in this chunk.
     end = first_block + (num_before + num_own + BLOCK_SIZE - 1) // BLOCK_SIZE
     for start in range(first_block + (num_before + BLOCK_SIZE - 1) // BLOCK_SIZE, end, TILE):
         blocks = start + tl.arange(0, TILE)
@@ -175,17 +165,17 @@ def _new(topk_ids: torch.Tensor, block_size: int, num_experts: int, **_: object)
 def moe_align_block_size(
     topk_ids: torch.Tensor, block_size: int, num_experts: int, *, expert_map: torch.Tensor | None = None
 ) -> Run[MoeAlignment]:
-    """Sort the entries of topk_ids by expert and pad each expert's to whole blocks.
+    """Sort the entries of topk_ids by expert and pad each expert's entries to whole blocks.
 
-    Entries are indices into the flattened topk_ids, in rising order within an expert. Nothing waits for the device: the
-    results are large enough for any distribution of entries.
+    Entries are indices into the flattened topk_ids, in rising order within an expert. The host does not wait for the
+    device: the results are large enough for any distribution of entries.
 
     Args:
         topk_ids: int32, any shape, contiguous. Ids outside [0, num_experts) appear in no block.
         block_size: entries in a block, 1 to 65,536.
         num_experts: number of experts, 1 to 65,536.
-        expert_map: int32 [num_global_experts], contiguous: the expert that each id means; values outside [0,
-            num_experts), such as -1, mean none. Ids outside of the map name no expert. None if ids are experts.
+        expert_map: int32 [num_global_experts], contiguous: the expert that each id names. Values outside [0,
+            num_experts), such as -1, and ids outside of the map name no expert. None if ids are experts.
 
     Returns:
         sorted_token_ids, expert_ids and num_tokens_post_padded, as `MoeAlignment` describes them.
@@ -201,13 +191,13 @@ def moe_align_block_size(
     check_expert_map(expert_map, device)
     by_triton = num_entries > 0 and use_triton(topk_ids)
     if by_triton:
-        num_chunks, launches = _prepare(num_entries, block_size, num_experts, num_mapped(expert_map))
+        num_chunks, launches = _launches_for(num_entries, block_size, num_experts, num_mapped(expert_map))
 
     def run(topk_ids: torch.Tensor, *_: object, expert_map: torch.Tensor | None = None, **__: object) -> MoeAlignment:
         if not by_triton:
-            num_blocks = max_num_blocks(num_entries, block_size, num_experts)
-            rows = topk_ids if expert_map is None else torch_op.expert_rows(topk_ids, expert_map)
-            return MoeAlignment(*torch_op.moe_align_block_size(rows, block_size, num_experts, num_blocks))
+            return MoeAlignment(
+                *definition.moe_align_block_size(topk_ids, block_size, num_experts, expert_map=expert_map)
+            )
         aligned = new_alignment(num_entries, block_size, num_experts, device)
         tensors = {
             "topk_ids_ptr": topk_ids,
@@ -223,15 +213,17 @@ def moe_align_block_size(
 
 
 def _chunks(num_entries: int) -> tuple[int, int]:
-    """Return the number of chunks that entries are cut into, and the entries of a chunk."""
+    """Return the number of chunks of the entries, and the entries of a chunk."""
     chunk_size = triton.cdiv(triton.cdiv(num_entries, _TILE), _MAX_CHUNKS) * _TILE
     return triton.cdiv(num_entries, chunk_size), chunk_size
 
 
-def _prepare(num_entries: int, block_size: int, num_experts: int, num_mapped: int) -> tuple[int, tuple[Launch, Launch]]:
+def _launches_for(
+    num_entries: int, block_size: int, num_experts: int, num_mapped: int
+) -> tuple[int, tuple[Launch, Launch]]:
     """Return the number of chunks, and the launches."""
     num_chunks, chunk_size = _chunks(num_entries)
-    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    num_blocks = definition.max_num_blocks(num_entries, block_size, num_experts)
     numbers = {
         "num_entries": num_entries,
         "num_mapped": num_mapped,
@@ -252,7 +244,7 @@ def _prepare(num_entries: int, block_size: int, num_experts: int, num_mapped: in
 
 
 def check_sizes(name: str, block_size: int, num_experts: int) -> None:
-    """Raise InvalidInputError unless block_size and the number of experts, an argument `name`, are 1 to MAX_EXPERTS."""
+    """Raise InvalidInputError unless block_size and the number of experts, argument `name`, are 1 to MAX_EXPERTS."""
     if min(block_size, num_experts) < 1 or max(block_size, num_experts) > MAX_EXPERTS:
         sizes = f"{shown(block_size)}, {shown(num_experts)}"
         raise InvalidInputError(f"block_size, {name}: {sizes}, expected at least 1, and {MAX_EXPERTS} at most")

@@ -1,4 +1,4 @@
-"""From router logits to weights, ids and their alignment; in one launch for small batches."""
+"""Router logits to weights, ids and their alignment, in one launch for small batches."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import Any
 
 import torch
 
-from ..common.checks import check_tensor, refuse_gradients
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.errors import InvalidInputError
-from ..common.launch import Launch, wait_for_inputs
-from ..common.operation import Run, in_fields, operation
-from ..common.scalars import as_int, shown
+from ..core.checks import check_tensor, refuse_gradients
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.errors import InvalidInputError, as_int, shown
+from ..core.launch import Launch, wait_for_inputs
+from ..core.operation import Run, in_fields, operation
+from . import definition
 from .moe_align_block_size import (
     MoeAlignment,
     check_expert_map,
     check_sizes,
     expert_rows,
-    max_num_blocks,
     moe_align_block_size,
     new_alignment,
     num_mapped,
@@ -26,8 +25,8 @@ from .moe_align_block_size import (
 from .route_tokens import bind_routing
 from .routing import Routing, check_routing, choose_experts, new_routes
 
-# One program sorts all entries, by 16 counts of every expert: larger batches gain more from many programs than from
-# one launch. A tile of 16 tokens of 512 experts takes 217 registers.
+# The most tokens of one launch, in which one program sorts all entries. Larger batches gain more from many programs
+# than from one launch. With 512 experts, a tile of 16 tokens takes 217 registers.
 MAX_FUSED_TOKENS = 256
 _BLOCK_T = 16
 _MAX_TILES = MAX_FUSED_TOKENS // _BLOCK_T
@@ -70,9 +69,12 @@ def _route_and_align_kernel(
     MAX_TILES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Every program routes BLOCK_T tokens, counts them by expert and numbers those of each; the one that finishes last
-    adds up the counts, so that every entry's position is its expert's first, plus the counts before its tile, plus its
-    number there. Everything is counted, so the order is that of the entries in every run."""
+    """Route BLOCK_T tokens a program, count them by expert, and number the tokens of each expert.
+
+    The program that finishes last adds up the counts. The position of an entry is its expert's first position, plus the
+    counts of earlier tiles, plus its number within the tile. Positions come from counts, not from atomics, so the order
+    is the order of the entries in every run.
+    """
     wait_for_inputs()
     NUM_ROUTED: tl.constexpr = NUM_GROUPS * GROUP_SIZE
     NUM_COLUMNS: tl.constexpr = NUM_ROUTED + NUM_SHARED
@@ -93,7 +95,7 @@ def _route_and_align_kernel(
         shared = tl.arange(0, BLOCK_K)[None, :]
         shared = tl.where(shared < NUM_SHARED, NUM_ROUTED + shared, -1)
         _number(ranks_ptr, counts_ptr, tokens, num_tokens, shared, is_routed & (shared >= 0), NUM_COLUMNS)
-    tl.debug_barrier()  # all threads have stored before one of them takes a ticket
+    tl.debug_barrier()  # all threads must store before one takes a ticket
     if tl.num_programs(0) > 1:
         if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") < tl.num_programs(0) - 1:
             return
@@ -110,7 +112,7 @@ def _route_and_align_kernel(
     for block in range(tl.max(num_blocks, axis=0)):
         tl.store(expert_ids_ptr + first_blocks + block, rows, mask=block < num_blocks)
     tl.store(counts_ptrs, first_blocks[None, :] * BLOCK_SIZE + tl.cumsum(counts, axis=0) - counts, mask=mask)
-    tl.debug_barrier()  # the first positions of every tile, for all threads
+    tl.debug_barrier()  # all threads need the first positions of every tile
     for start in range(0, num_tokens * WIDTH, TILE):
         entries = start + tl.arange(0, TILE)
         token = entries // WIDTH
@@ -123,7 +125,7 @@ def _route_and_align_kernel(
 
 @triton.jit
 def _number(ranks_ptr, counts_ptr, tokens, num_tokens, columns, is_chosen, NUM_COLUMNS: tl.constexpr):
-    """Store how many earlier tokens of the tile chose each column, and how many of all did. Columns of -1 are none."""
+    """Store how many earlier tokens of the tile, and how many of all, chose each column. Columns of -1 are skipped."""
     chosen = is_chosen.to(tl.int32)
     earlier = tl.cumsum(chosen, axis=0) - chosen
     tl.store(
@@ -166,8 +168,8 @@ def route_and_align(
 ) -> Run[tuple[torch.Tensor, torch.Tensor, MoeAlignment]]:
     """Run `route_tokens` and sort its ids as `moe_align_block_size` does, in one launch for up to 256 tokens.
 
-    Larger batches take three launches. With expert_map, experts may follow each other in another order than
-    moe_align_block_size's: by their ids before the map. Nothing that reads an alignment depends on it.
+    Larger batches take three launches. With expert_map, experts may be sorted in another order than by
+    `moe_align_block_size`: by their ids before the map. Nothing that reads an alignment depends on this order.
 
     Args:
         router_logits: [num_tokens, num_experts], as in `route_tokens`.
@@ -201,7 +203,7 @@ def route_and_align(
         return _in_turn(router_logits, routing, block_size, num_experts, expert_map)
     shape = num_tokens, routing.width
     num_programs, num_entries = -(-num_tokens // _BLOCK_T), num_tokens * routing.width
-    num_blocks = max_num_blocks(num_entries, block_size, num_experts)
+    num_blocks = definition.max_num_blocks(num_entries, block_size, num_experts)
     arguments = {
         **routing.arguments(router_logits),
         "num_mapped": num_mapped(expert_map),
@@ -248,7 +250,7 @@ def route_and_align(
 def _in_turn(
     router_logits: torch.Tensor, routing: Routing, block_size: int, num_experts: int, expert_map: torch.Tensor | None
 ) -> Run[tuple[torch.Tensor, torch.Tensor, MoeAlignment]]:
-    """Run one operation after the other."""
+    """Run the two operations one after the other."""
     route, (_, ids) = bind_routing(router_logits, routing), new_routes(router_logits, routing)
     align = moe_align_block_size.bind(ids, block_size, num_experts, expert_map=expert_map)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..common.compat import tl, triton
-from ..common.device import loops_of, use_triton
-from ..common.launch import Compute, Launch, nothing, wait_for_inputs
-from ..common.operation import Run, operation
+from ..core.compat import tl, triton
+from ..core.device import takes_numba, use_triton
+from ..core.launch import Compute, Launch, nothing, wait_for_inputs
+from ..core.operation import Run, operation
+from . import definition
 from .routing import Routing, check_routing, choose_experts, new_routes
 
 
@@ -36,7 +37,7 @@ def _route_tokens_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """BLOCK_T tokens a program."""
+    """Choose experts for BLOCK_T tokens a program."""
     wait_for_inputs()
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     choose_experts(
@@ -72,16 +73,20 @@ def route_tokens(
         scoring: "softmax" over the experts (Shazeer et al., 2017), or "sigmoid" of each logit (DeepSeek-V3, 2024).
         correction_bias: float32 [num_experts], contiguous, added to the scores to choose experts and groups. Weights
             are scores without it (DeepSeek-V3, auxiliary-loss-free balancing). None for none.
-        num_expert_groups: groups of neighbouring experts; divides num_experts. A group's score is that of its best
-            expert, with correction_bias the sum of its two best.
+        num_expert_groups: groups of neighbouring experts; divides num_experts. A group's score is the score of its best
+            expert, or with correction_bias the sum of its two best (DeepSeek-V3, 2024). So a group of several experts
+            in which less than two are above -inf has -inf.
         topk_groups: number of best groups that a token's experts come from.
         routed_scaling_factor: multiplies the weights, after they are renormalised.
         num_shared_experts: number of experts num_experts, num_experts + 1, ... that every token takes with weight 1, in
-            the last columns of the results. To gate them, overwrite these weights.
+            the last columns of the results. To gate them, overwrite their weights.
 
     Returns:
         topk_weights float32 and topk_ids int32, both [num_tokens, top_k + num_shared_experts], the first top_k in
-        falling order of score. A row with NaN scores is routed to no expert and has ids -1 and weights NaN.
+        falling order of score. Experts outside of the chosen groups are never chosen. An expert with logit or bias -inf
+        is chosen after all others of these groups, one with bias inf before them. A row with a NaN among scores and
+        biases, with a softmax also a row with logit inf or all logits -inf, is routed to no expert: its ids are -1 and
+        its weights NaN. If renormalised weights are all 0, they are NaN, too.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, a number is out of range, or scoring is
@@ -96,23 +101,24 @@ def route_tokens(
 
 
 def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[torch.Tensor, torch.Tensor]]:
-    """Bind `route_tokens`; the result takes the logits and the bias, and ignores other arguments."""
+    """Bind `route_tokens`. The result takes the logits and the bias, and ignores other arguments."""
     check_routing(router_logits, routing)
     has_rows = len(router_logits) > 0
-    compute: Compute | None = nothing
+    compute: Compute | None = None
     if use_triton(router_logits):
-        compute = _prepare(router_logits, routing) if has_rows else nothing
-    else:
-        loops = loops_of("moe.numba_ops.route_tokens", router_logits, weights=[routing.correction_bias])
-        takes = loops is not None and loops.takes(routing) and has_rows
-        compute = loops.prepare(router_logits, routing) if takes else None
+        compute = _launch_for(router_logits, routing) if has_rows else nothing
+    elif has_rows and takes_numba(router_logits, weights=[routing.correction_bias]):
+        from ..cpu.moe.route_tokens import launch_for
+
+        compute = launch_for(router_logits, routing)
     routing = replace(routing, correction_bias=None)
 
     def run(
         router_logits: torch.Tensor, *_: object, correction_bias: torch.Tensor | None = None, **__: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if compute is None:
-            return _by_torch(router_logits, routing, correction_bias)
+            options = vars(routing) | {"correction_bias": correction_bias}
+            return definition.route_tokens(router_logits, **options, compute=torch.float32)
         weights, ids = new_routes(router_logits, routing)
         compute({**routing.tensors(router_logits, weights, ids), "bias_ptr": correction_bias})
         return weights, ids
@@ -120,48 +126,9 @@ def bind_routing(router_logits: torch.Tensor, routing: Routing) -> Run[tuple[tor
     return run
 
 
-def _prepare(router_logits: torch.Tensor, routing: Routing) -> Launch:
+def _launch_for(router_logits: torch.Tensor, routing: Routing) -> Launch:
     arguments = routing.arguments(router_logits)
-    # 1,024 logits a program: 8 a thread, so that logits, scores and what is left of them stay in registers.
+    # A program takes up to 1,024 logits, 8 a thread, so that logits and scores stay in registers.
     arguments["BLOCK_T"] = max(1024 // (arguments["BLOCK_G"] * arguments["BLOCK_S"]), 1)
     grid = (triton.cdiv(len(router_logits), arguments["BLOCK_T"]),)
     return Launch(_route_tokens_kernel, grid, arguments, num_warps=4)
-
-
-def _by_torch(
-    router_logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """PyTorch implementation; a stable sort, as `topk` leaves the order of ties open."""
-    logits = router_logits.float()
-    num_tokens, num_experts = logits.shape
-    if routing.scoring == "softmax":
-        scores = torch.softmax(logits, -1)
-    else:
-        scores = torch.sigmoid(logits)
-    choice, num_counted = logits, 1  # the scores of a group that count
-    if bias is not None:
-        choice, num_counted = scores + bias, 2
-    order = choice.sort(dim=-1, descending=True, stable=True).indices
-    if routing.topk_groups < routing.num_expert_groups:
-        grouped = choice.unflatten(-1, (routing.num_expert_groups, -1))
-        best = grouped.topk(min(num_counted, grouped.shape[-1])).values.sum(-1)
-        groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.topk_groups]
-        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
-        # Experts of the groups that are kept come first, in the order they have.
-        is_kept = kept.gather(1, order // grouped.shape[-1])
-        order = order.gather(1, is_kept.int().sort(dim=-1, descending=True, stable=True).indices)
-    ids = order[:, : routing.top_k]
-    weights = scores.gather(1, ids)
-    # NaN sorts first, so a row that has any has it here; infinite logits leave the scores of their row NaN.
-    unroutable = weights[:, :1].isnan()
-    if bias is not None:
-        unroutable |= choice.gather(1, ids[:, :1]).isnan()
-    if routing.renormalize:
-        weights /= weights.sum(-1, keepdim=True)
-    if routing.routed_scaling_factor != 1.0:
-        weights *= routing.routed_scaling_factor
-    if routing.num_shared_experts:
-        shared = torch.arange(num_experts, num_experts + routing.num_shared_experts, device=logits.device)
-        ids = torch.cat([ids, shared.expand(num_tokens, -1)], 1)
-        weights = torch.cat([weights, weights.new_ones(num_tokens, routing.num_shared_experts)], 1)
-    return weights.masked_fill_(unroutable, float("nan")), ids.int().masked_fill_(unroutable, -1)

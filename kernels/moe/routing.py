@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_contiguous, check_tensor
-from ..common.compat import tl, triton
-from ..common.errors import InvalidInputError
-from ..common.launch import strides
-from ..common.scalars import as_bool, as_float, as_int, shown
+from ..core.checks import FLOAT_DTYPES, check_contiguous, check_tensor
+from ..core.compat import tl, triton
+from ..core.errors import InvalidInputError, as_bool, as_float, as_int, shown
+from ..core.launch import strides
 
 SCORINGS = ("softmax", "sigmoid")
-# Counts of them are one tile, which Triton limits to 2^20 elements, in as many as 16 rows.
+# The most experts: their counts are one tile of up to 16 rows, and Triton limits a tile to 2^20 elements.
 MAX_EXPERTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Options of routing, as the arguments of `route_tokens` describe them.
+    """Options of routing, as `route_tokens` describes them.
 
     Raises:
         InvalidInputError: a value has another type.
@@ -48,7 +47,7 @@ class Routing:
         return self.top_k + self.num_shared_experts
 
     def constexprs(self, num_experts: int) -> dict[str, Any]:
-        """Return the constexprs of `choose_experts`; a group takes a power of two of lanes."""
+        """Return the constexprs of `choose_experts`. Each group is padded to a power of two of lanes."""
         group_size = num_experts // self.num_expert_groups
         return {
             "NUM_GROUPS": self.num_expert_groups,
@@ -66,7 +65,7 @@ class Routing:
     def tensors(
         self, router_logits: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> dict[str, torch.Tensor | None]:
-        """Return the tensors that a routing kernel takes; weights and ids are those of `new_routes`."""
+        """Return the tensors that a routing kernel takes. weights and ids: results of `new_routes`."""
         return {
             "logits_ptr": router_logits,
             "bias_ptr": self.correction_bias,
@@ -75,7 +74,7 @@ class Routing:
         }
 
     def arguments(self, router_logits: torch.Tensor) -> dict[str, Any]:
-        """Return the other arguments of a routing kernel."""
+        """Return the arguments of a routing kernel that are not tensors."""
         return {
             "num_tokens": router_logits.shape[0],
             "scaling_factor": self.routed_scaling_factor,
@@ -110,8 +109,8 @@ def choose_experts(
 
     Lanes are experts in rising order, each group padded to a power of two.
 
-    Returns the lanes' experts [1, lanes], -1 for padding, which of them each token took [BLOCK_T, lanes], and whether
-    it took any [BLOCK_T, 1].
+    Returns three tiles: the lanes' experts [1, lanes], -1 for padding; which experts each token took [BLOCK_T, lanes];
+    and whether it took any [BLOCK_T, 1].
     """
     BLOCK_T: tl.constexpr = tokens.shape[0]
     lanes = tl.arange(0, BLOCK_G * BLOCK_S)[None, :]
@@ -125,7 +124,7 @@ def choose_experts(
     else:
         exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
         scores = exps / tl.sum(exps, axis=1)[:, None]
-    # Without a bias the order is that of the logits: scores of unequal logits may round to the same float32.
+    # Without a bias, order by logits: scores of unequal logits may round to the same float32.
     choice = logits
     if bias_ptr is not None:
         choice = scores + tl.load(bias_ptr + experts, mask=exists, other=0.0)
@@ -164,7 +163,7 @@ def choose_experts(
 
 @triton.jit
 def _best(left, scores, ids, NO_ID: tl.constexpr):
-    """The id with each row's largest score among those `left`, ties to the smallest; NO_ID where none is left."""
+    """The id of the largest score of each row among those `left`, ties to the smallest id; NO_ID if none is left."""
     largest = tl.max(tl.where(left, scores, float("-inf")), axis=1)[:, None]
     return tl.min(tl.where(left & (scores == largest), ids, NO_ID), axis=1)[:, None]
 
@@ -178,17 +177,20 @@ def _in_best_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Which lanes lie in their token's TOPK_GROUPS best groups, by each one's largest or sum of its two largest."""
+    """Which lanes are in their token's TOPK_GROUPS best groups. A group counts its best expert, or its two best.
+
+    With SUM_OF_TWO, a group of several experts with less than two above -inf counts -inf.
+    """
     BLOCK_T: tl.constexpr = choice.shape[0]
     groups = tl.arange(0, BLOCK_G)[None, :]
     grouped = tl.reshape(choice, (BLOCK_T, BLOCK_G, BLOCK_S))
     best = tl.max(grouped, axis=2)
-    if SUM_OF_TWO:
+    if SUM_OF_TWO and BLOCK_S > 1:
         members = tl.arange(0, BLOCK_S)[None, None, :]
         first = tl.min(tl.where(grouped == best[:, :, None], members, BLOCK_S), axis=2)[:, :, None]
         second = tl.max(tl.where(members == first, float("-inf"), grouped), axis=2)
-        # A group of one has no second.
-        best += tl.where(second == float("-inf"), 0.0, second)
+        # Infinities of both signs would add up to NaN.
+        best = tl.where(second == float("-inf"), second, best + second)
     left = (groups < NUM_GROUPS) & (best == best)
     for _ in range(TOPK_GROUPS):
         left = left & (groups != _best(left, best, groups, BLOCK_G))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..common.checks import (
+from ..core.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_device,
@@ -16,15 +16,15 @@ from ..common.checks import (
     check_shape,
     check_tensor,
 )
-from ..common.errors import InvalidInputError
-from ..common.gated_activation import PLAIN_ACTIVATIONS
-from ..common.packed.packing import check_scales, format_of, group_of, num_words
+from ..core.errors import InvalidInputError
+from ..layers.activation import PLAIN_ACTIVATIONS
+from ..quantization.packing import check_scales, format_of, group_of, num_words
 
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32)
 
 
 class ExpertLinear(NamedTuple):
-    """One of the two projections of all experts; quantised weights are (code - zeros) * scale * tensor_scale.
+    """One of the two projections of all experts. Quantised weights are (code - zeros) * scale * tensor_scale.
 
     Attributes:
         w: [num_experts, out_features, in_features]; or in_features / 2 bytes of two 4-bit codes; or 16 *
@@ -51,7 +51,7 @@ class ExpertLinear(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """in_features; for words the columns that fill the last ones are included."""
+        """in_features; for words, it includes the columns that fill the last words."""
         codes = 1 if self.scale is None else {torch.uint8: 2, torch.int32: 8}.get(self.w.dtype, 1)
         return self.w.shape[2] * codes
 

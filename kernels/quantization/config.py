@@ -1,17 +1,17 @@
-"""Tile sizes of the product with quantised weights: one pure function of shape and device."""
+"""Tile sizes of the product with quantised weights: a pure function of shape and device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..common.device import LARGE_SHARED_MEMORY, Device
+from ..core.device import LARGE_SHARED_MEMORY, Device
 
-# Blocks of rows that run side by side before the next columns of weights, which they find in the L2 cache.
+# Blocks of rows that programs take before the next block of columns, so that they find the weights in the L2 cache.
 GROUP_M = 8
-# Rows up to which reading the weights is all the work.
+# Up to this many rows, reading the weights takes longer than multiplying them.
 _FEW_ROWS = 32
-# Pieces of the input: eight of 16 rows by 4,096 columns are 2 MB in float32, beside 8 MB of int4 weights, and two of
-# 128 rows 4 MB. More would cost the launch that adds them up more than the product gains.
+# The most splits of the input, for few and many rows. With more, adding up the partial sums costs more than the product
+# gains, see limits.md.
 _MAX_SPLITS_FEW, _MAX_SPLITS_MANY = 8, 2
 
 
@@ -19,9 +19,10 @@ _MAX_SPLITS_FEW, _MAX_SPLITS_MANY = 8, 2
 class LinearShape:
     """Everything that tile choices depend on.
 
-    element_size: bytes of a number that is multiplied, 1 if the chip multiplies 8-bit ones. is_packed: whether a word
-    holds eight 4-bit codes. group_k: columns that share a scale, 0 for all. is_aligned: whether rows of both operands
-    begin at multiples of 16 bytes.
+    element_size: bytes of a number that is multiplied, 1 if the chip multiplies 8-bit numbers.
+    is_packed: whether a word holds eight 4-bit codes.
+    group_k: columns that share a scale, 0 for all.
+    is_aligned: whether rows of both operands begin at multiples of 16 bytes.
     """
 
     num_rows: int
@@ -37,7 +38,8 @@ class LinearShape:
 class LinearTile:
     """A program computes block_m rows by block_n columns over one of num_splits parts of the input, block_k at a time.
 
-    swap_ab: weights times rows, for matrix units that take the left operand's rows in 64s, from registers if need be.
+    swap_ab: multiply weights times rows, for matrix units that take the left operand's rows in 64s, also from
+    registers.
     """
 
     block_m: int
@@ -50,22 +52,20 @@ class LinearTile:
 
 
 def linear_tile(shape: LinearShape, device: Device) -> LinearTile:
-    """The tile for `shape`, from what the compiler reports and from counting bytes.
+    """Return the tile for `shape`, from what the compiler reports and from counting bytes.
 
-    Few rows: 128 columns by 128 of the input are 8 KB of 4-bit codes or 16 KB of 8-bit ones, three of which are on
-    their way. Two programs an SM make that 48 KB, of 33 KB that 4.3 TB/s at a microsecond of latency ask of each of
-    132 SMs. 64 columns would read the activations twice as often, as many bytes as int4 weights have at 16 rows,
-    and take 248 instructions a KB on sm_90 in place of 199. Weights are the left operand, of which wgmma takes 64
-    rows, and takes them from the registers where they were unpacked; mma.sync takes either order alike (210 and
-    214).
+    Few rows: a program takes 128 columns, with three steps in flight. Tiles of 64 columns would read the activations
+    twice as often and take more instructions. Weights are the left operand: wgmma takes 64 of its rows, and reads them
+    from the registers in which they were unpacked. For mma.sync the order does not matter.
 
-    Many rows: 8 warps, as 64 x 128 of int4 spills 83 values with 4. A step of 128 x 128 x 128 takes 300 instructions a
-    warp on sm_90, 600 cycles of its schedulers for 512 of its matrix unit. Where weights are not unpacked, rows of
-    activations are the left operand, and a step takes 82 (int8) or 228 (e4m3, blocks). Blackwell's matrix unit takes
-    unpacked weights from its tensor memory, all 512 columns of which 64 rows fill; 128 do not compile to anything.
+    Many rows: 8 warps, because 4 spill. If weights are not unpacked, activations are the left operand. Blackwell reads
+    unpacked weights from its tensor memory, which 64 rows fill; 128 rows do not compile.
+
+    limits.md has the instruction counts.
     """
     is_few = shape.num_rows <= _FEW_ROWS
-    # No tensor core to feed, or rows that are loaded element by element: larger tiles spill.
+    # float32 has no tensor core, and unaligned rows are loaded element by element. In both cases, larger tiles spill
+    # registers.
     is_slow = shape.element_size == 4 or not shape.is_aligned
     block_k = 64
     if shape.is_packed:
@@ -86,9 +86,9 @@ def linear_tile(shape: LinearShape, device: Device) -> LinearTile:
         block_m = 64 if shape.num_rows <= 64 or fills_memory else 128
         tile = LinearTile(block_m, 128, block_k, 1, 8, 3, shape.element_size > 1)
     if device.arch not in LARGE_SHARED_MEMORY and device.arch != "sm_80":
-        # Where a program has 99 KB (consumer chips) or 64 KB (CDNA3).
+        # Consumer chips and CDNA3, whose programs have at most 99 KB of shared memory.
         tile = replace(tile, num_stages=min(tile.num_stages, 2))
-    # Pieces of the input, until there are two programs an SM, as far as each is two steps long.
+    # Split the input until there are two programs an SM, as long as each split has at least two steps.
     max_splits = _MAX_SPLITS_FEW if is_few else _MAX_SPLITS_MANY
     programs = -(-shape.num_rows // tile.block_m) * -(-shape.out_features // tile.block_n)
     num_splits = 1

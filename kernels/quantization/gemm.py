@@ -1,23 +1,21 @@
-"""The product of rows with quantised weights, which are decoded in registers on their way.
+"""The product of rows with quantised weights, which are decoded in registers.
 
-A program computes BLOCK_M rows by BLOCK_N columns over one split of the input: few rows with a deep input have several
-splits, so that every SM has work, and their partial sums are added up by the second kernel. The loop along K, in
-`kernels/common/packed/product.py`, is shared with the fused MoE; scales that span K are applied once, at its end.
-Tiles come from `config.py`.
+A program computes BLOCK_M rows by BLOCK_N columns over one split of the input. Few rows with a deep input have several
+splits, so that every SM has work; the second kernel adds up the partial sums. The loop along K, in `product.py`, is
+shared with the fused MoE. Scales that span K are applied once, after it. Tiles come from `config.py`.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..common.compat import tl, triton
-from ..common.device import device_of
-from ..common.dot import locate_block
-from ..common.fp8 import as_kernel_argument
-from ..common.launch import launch, wait_for_inputs
-from ..common.packed.packing import E8M0, FP8_BLOCK
-from ..common.packed.product import InputRows, WeightRows, quantized_product
+from ..core.compat import locate_block, tl, triton
+from ..core.device import device_of
+from ..core.dtypes import as_kernel_argument
+from ..core.launch import launch, wait_for_inputs
 from .config import GROUP_M, LinearShape, LinearTile, linear_tile
+from .packing import E8M0, FP8_BLOCK
+from .product import InputRows, WeightRows, quantized_product
 from .weight import QuantizedWeight
 
 SUM_COLUMNS = 256
@@ -27,7 +25,7 @@ SUM_COLUMNS = 256
 def finished(
     acc, x_scale_ptr, scale_ptr, stride_scale_row, tensor_scale_ptr, bias_ptr, x_rows, w_rows, GROUP_N: tl.constexpr
 ):
-    """The sums [rows, columns] times the scales that span the input, plus the bias."""
+    """Return the sums [rows, columns] times the scales that span the input, plus the bias."""
     if x_scale_ptr is not None:
         acc *= tl.load(x_scale_ptr + x_rows)[:, None]
     if scale_ptr is not None:
@@ -45,18 +43,18 @@ def finished(
 @triton.jit(do_not_specialize=["num_rows", "stride_x_row", "stride_out_row"])
 def _quantized_linear_kernel(
     x_ptr,  # [num_rows, K]
-    x_scale_ptr,  # [num_rows, K / 128 where X_GROUPS, else 1] float32, or None
-    w_ptr,  # [N, K], or of 4-bit codes [N, K / 8] int32
+    x_scale_ptr,  # [num_rows, K / 128 if X_GROUPS, else 1] float32, or None
+    w_ptr,  # [N, K], or 4-bit codes: [N, K / 8] int32
     scale_ptr,  # [N / GROUP_N, K / GROUP_K]
     zero_point_ptr,  # [N / GROUP_N, K / GROUP_K] int8, or None
     tensor_scale_ptr,  # [] float32, or None
     bias_ptr,  # [N], or None
-    out_ptr,  # [num_rows, N]; of a split input [NUM_SPLITS, num_rows, N] float32, contiguous
+    out_ptr,  # [num_rows, N]; with a split input [NUM_SPLITS, num_rows, N] float32, contiguous
     num_rows,
     N,
     K,
     steps_per_split,
-    stride_x_row,  # in units of X_UNIT elements: what it is divisible by is known for any number of rows
+    stride_x_row,  # in units of X_UNIT elements, so that its divisibility is known for any number of rows
     stride_w_row,
     stride_scale_row,
     stride_scale_group,
@@ -80,7 +78,7 @@ def _quantized_linear_kernel(
     """x @ w^T over one split of the input: BLOCK_M rows by BLOCK_N columns.
 
     FORMAT, SCALE, GROUP_K: see `quantized_product`. GROUP_N: rows of w that share a scale, 0 for all. Scales that span
-    K wait for the end.
+    K are applied at the end.
     """
     wait_for_inputs()
     blocks_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -88,12 +86,12 @@ def _quantized_linear_kernel(
     block_m, block_n = locate_block(tl.program_id(0), blocks_m, blocks_n, GROUP_M)
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Rows and columns beyond the last compute the first, and are not stored.
+    # Rows and columns beyond the last compute the first one, and are not stored.
     is_row = rows < num_rows
     x_rows = tl.where(is_row, rows, 0).to(tl.int64)
     w_rows = tl.where(columns < N, columns, 0).to(tl.int64)
 
-    # A tile within a block of rows that share a scale has one.
+    # If one scale covers all rows of a tile, load it once.
     IS_ONE: tl.constexpr = GROUP_N == 0 or (GROUP_N > 1 and GROUP_N % BLOCK_N == 0)
     scale_rows = (block_n * BLOCK_N if IS_ONE else w_rows) // max(GROUP_N, 1)
     num_x_groups = (K + X_GROUPS - 1) // X_GROUPS if X_GROUPS > 0 else 1
@@ -142,7 +140,7 @@ def _sum_partials_kernel(
     NUM_SPLITS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N columns of one row."""
+    """Add up the partial sums of BLOCK_N columns of one row."""
     wait_for_inputs()
     row = tl.program_id(1).to(tl.int64) + tl.arange(0, 1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -160,13 +158,13 @@ def _sum_partials_kernel(
 
 
 def row_counts(max_rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> list[int]:
-    """Return the least number of contiguous rows of `dtype`, 1 to `max_rows`, for each tile, rising.
+    """Return the smallest number of contiguous rows of `dtype`, 1 to `max_rows`, for each tile, rising.
 
-    The choice changes from a multiple of 16 to the next row.
+    The tile changes only after a multiple of 16 rows.
     """
     counts: dict[object, int] = {}
     for count in range(1, max_rows + 1, 16):
-        # Activations have 8 bits where they are quantised and the chip multiplies such.
+        # Try both sizes: activations have 8 bits if they are quantised and the chip multiplies 8-bit numbers.
         tiles = (_tile(count, size, weight.in_features * size % 16 == 0, weight) for size in {1, dtype.itemsize})
         counts.setdefault(tuple(tiles), count)
     return list(counts.values())
@@ -191,8 +189,8 @@ def quantized_gemm(
 
     A second launch adds up partial sums if the input is split.
 
-    x: [num_rows, in_features] in the order of the weight's columns; x_scale: float32 [num_rows, groups of 128 or 1] of
-    quantised activations, or None.
+    x: [num_rows, in_features] in the order of the weight's columns.
+    x_scale: float32 [num_rows, groups of 128 or 1] of quantised activations, or None.
     """
     num_rows, depth = x.shape
     columns = weight.out_features

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape
-from ..common.errors import InvalidInputError
-from ..common.packed.packing import E2M1, E2M1_GROUPS, FP8_BLOCK, pack_codes
-from ..common.scalars import as_int, shown
+from ..core.checks import FLOAT_DTYPES, check_dtype, check_shape
+from ..core.errors import InvalidInputError, as_int, shown
+from .packing import E2M1, E2M1_GROUPS, FP8_BLOCK, pack_codes
 from .weight import QuantizedWeight
 
 _LARGEST = {"e4m3": 448.0, "int8": 127.0, "int4": 7.0, "mxfp4": 6.0, "nvfp4": 6.0}
@@ -53,7 +52,7 @@ def quantize(
         width = group_size
     if group_size == 0 and form not in E2M1_GROUPS:
         height = rows
-    elif form == "e4m3" and width == FP8_BLOCK:
+    elif form == "e4m3" and group_size == FP8_BLOCK:
         height = FP8_BLOCK
     if form == "e4m3" and group_size not in (-1, 0, FP8_BLOCK):
         raise InvalidInputError(f"group_size: {group_size}, expected -1, 0 or {FP8_BLOCK} with e4m3")
@@ -95,7 +94,7 @@ def quantize(
 def _scales(
     groups: torch.Tensor, form: str, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return scale [row groups, column groups] float32, zero point int8 of that shape, and the tensor scale."""
+    """Return scale [row groups, column groups] float32, zero point int8 in this shape, and the tensor scale."""
     largest = groups.abs().amax((1, 3))
     if not symmetric:
         num_codes, first = 16, 0
@@ -117,7 +116,7 @@ def _scales(
 
 
 def _codes(values: torch.Tensor, form: str, zero_point: torch.Tensor | None) -> torch.Tensor:
-    """Return the codes of weights that are divided by their scale."""
+    """Return the codes of weights after their division by their scale."""
     if form == "e4m3":
         return values.to(torch.float8_e4m3fn)
     if form in E2M1_GROUPS:

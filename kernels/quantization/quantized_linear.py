@@ -1,10 +1,10 @@
-"""A linear layer over packed weights: 8-bit products, or 16-bit ones with weights unpacked in registers."""
+"""A linear layer over packed weights: 8-bit products, or 16-bit products with weights unpacked in registers."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.checks import (
+from ..core.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_is_tensor,
@@ -13,14 +13,14 @@ from ..common.checks import (
     check_writable,
     refuse_gradients,
 )
-from ..common.device import use_triton
-from ..common.errors import InvalidInputError
-from ..common.operation import Run, in_fields, operation
-from ..common.packed.packing import FP8_BLOCK
-from ..common.packed.quantize_rows import quantize_rows
-from ..common.packed.torch_ops.product import quantized_product, rounded_groups
-from ..common.scalars import shown
+from ..core.device import use_triton
+from ..core.errors import InvalidInputError, shown
+from ..core.operation import Run, in_fields, operation
+from ..layers.linear import linear
+from .definition import input_of
 from .gemm import quantized_gemm
+from .quantize_rows import quantize_rows
+from .tiles import dequantized_tiles
 from .weight import QuantizedWeight
 
 
@@ -34,14 +34,14 @@ def quantized_linear(
 ) -> Run[torch.Tensor]:
     """Return x @ weight^T + bias for packed weights.
 
-    Sums are float32, or integers if int8 is multiplied by int8, and are rounded once. Weights are unpacked in
-    registers, never in memory. If the scales of 4-bit weights span fewer than 128 columns, code times scale is rounded
-    to the dtype of x. Nothing else is rounded besides what the format rounds. Results have the same bits in every run.
+    Sums are float32 (integers if int8 is multiplied by int8) and are rounded once. Weights are unpacked in registers,
+    never in memory. If the scales of 4-bit weights span fewer than 128 columns, code times scale is rounded to the
+    dtype of x. Nothing else is rounded, except what the format rounds. Results have the same bits in every run.
 
     Args:
         x: [num_rows, in_features], float32, float16 or bfloat16, last dimension contiguous.
         weight: the packed weights. If its quantizes_input is set, x is first rounded to e4m3 or int8, each token or
-            each 128 values of a token by itself; a row with infinity or NaN then gives NaN.
+            each 128 values of a token separately. A row with infinity or NaN then gives NaN.
         bias: [out_features], dtype of x or float32, contiguous; None for none.
         out: [num_rows, out_features], dtype of x, last dimension contiguous; None makes one.
 
@@ -78,11 +78,11 @@ def _run(
         out = torch.empty((len(x), weight.out_features), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    if weight.input_order is not None:
-        x = x.index_select(1, weight.input_order)
     if not use_triton(x):
         _multiply_by_torch(x, weight, bias, out)
         return out
+    if weight.input_order is not None:
+        x = x.index_select(1, weight.input_order)
     x_scale = None
     if weight.quantizes_input:
         x, x_scale = quantize_rows(x, weight.values.dtype, in_groups=weight.scale.dim() == 2)(x, weight.input_scale)
@@ -91,19 +91,11 @@ def _run(
 
 
 def _multiply_by_torch(x: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Multiply in PyTorch as `quantized_gemm` does, a tile of weights at a time; also quantise x."""
-    wide = x.float()
-    if weight.quantizes_input:
-        group = FP8_BLOCK if weight.scale.dim() == 2 else x.shape[1]
-        wide = rounded_groups(wide, group, weight.format, weight.input_scale)
-    quantized_product(
-        wide,
-        weight.values,
-        weight.scale,
-        weight.format,
-        weight.group,
-        out,
-        zero_point=weight.zero_point,
-        tensor_scale=weight.tensor_scale,
-        bias=bias,
-    )
+    """Compute the definition in float32, a tile of weights at a time."""
+    wide = input_of(x, weight, compute=torch.float32)
+    codes = weight.values, weight.scale, weight.zero_point, weight.tensor_scale
+    for rows, w in dequantized_tiles(*codes, weight.in_features):
+        bias_of_rows = None
+        if bias is not None:
+            bias_of_rows = bias[rows].float()
+        out[:, rows] = linear(wide, w, bias_of_rows)

@@ -1,19 +1,19 @@
-"""Converters from quantised checkpoints to `QuantizedWeight`: codes are unpacked once and repacked.
+"""Convert quantised checkpoints to `QuantizedWeight`: codes are unpacked once and repacked.
 
 Published e4m3 and int8 weights need no converter: `QuantizedWeight(weight, scale, in_features)`. `scale` is
-`weight_scale_inv`, `weight_scale` or one scale for all; scales for each row are flattened.
+`weight_scale_inv`, `weight_scale` or one scale for all weights. Scales for each row are flattened.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
-from ..common.errors import InvalidInputError, UnsupportedError
-from ..common.packed.packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
+from ..core.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
+from ..core.errors import InvalidInputError, UnsupportedError
+from .packing import E8M0, MXFP4_GROUP, NVFP4_GROUP, pack_codes, unpack_pairs
 from .weight import QuantizedWeight
 
-# The column, of eight, whose code stands in nibble 0, 1, ... of a word of AWQ's (Lin et al., 2024).
+# The column, of eight, that each nibble of an AWQ word holds, from the lowest nibble on (Lin et al., 2024).
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -76,7 +76,7 @@ def from_gptq(
         zero(n, g) = qzeros[g, n // p] >> (b * (n % p)) & (2^b - 1), or 2^(b - 1) without qzeros
 
     with b = num_bits, p = 32 / b and g = g_idx[k], or k // group_size without g_idx. Version 1 of the format stores
-    each zero point less one. Whole words are subtracted, as in GPTQModel, so a zero point of 0 borrows from its
+    each zero point minus 1. Whole words are subtracted, as in GPTQModel, so a zero point of 0 borrows from its
     neighbour.
 
     Args:
@@ -88,7 +88,7 @@ def from_gptq(
         format_version: 1 or 2.
 
     Raises:
-        InvalidInputError: a shape or dtype does not fit, or the version is another.
+        InvalidInputError: a shape or dtype does not fit, or the version is another number.
         UnsupportedError: num_bits is another number, or `QuantizedWeight` does not take groups of this size.
     """
     per_word = _codes_a_word(num_bits)
@@ -153,7 +153,8 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
     largest = exponents.max()
     if largest == 255:
         raise InvalidInputError("scales: 255, which is NaN, expected 254 at most")
-    # Products of codes and scales may then not leave the range of float16. What is 2^127 times smaller becomes that.
+    # Move powers of two from scales to the tensor scale, so that products of codes and scales stay in the range of
+    # float16. Scales 2^127 times smaller than the largest are rounded up.
     shifted = (exponents - largest + 127).clamp(min=0).to(torch.uint8)
     tensor_scale = torch.exp2(largest.float() - 127)
     return QuantizedWeight(pack_codes(codes), _columns_together(shifted), columns, tensor_scale=tensor_scale)
@@ -204,13 +205,13 @@ def _codes_a_word(num_bits: int) -> int:
 
 
 def _unpack(words: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Return int32 codes [rows, columns] of int32 words that hold a row's columns in order, low bits first."""
+    """Return int32 codes [rows, columns] from int32 words that hold a row's columns in order, low bits first."""
     shifts = torch.arange(0, 32, num_bits, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts & 2**num_bits - 1).flatten(-2)
 
 
 def _e2m1_codes(name: str, packed: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return uint8 codes [rows, columns] of bytes with two each, low bits first, and the number of columns."""
+    """Return uint8 codes [rows, columns] from bytes with two codes each, low bits first, and the number of columns."""
     check_dtype(name, packed, torch.uint8)
     if packed.dim() == 3:
         check_shape(name, packed, ("out_features", "groups", MXFP4_GROUP // 2))
@@ -230,7 +231,7 @@ def _columns_together(scale: torch.Tensor) -> torch.Tensor:
 def _from_codes(
     codes: torch.Tensor, scale: torch.Tensor, zeros: torch.Tensor | None, g_idx: torch.Tensor | None, num_bits: int
 ) -> QuantizedWeight:
-    """Make a weight of codes [rows, columns], scale and zeros [rows, groups], and the group of each column."""
+    """Return a weight from codes [rows, columns], scale and zeros [rows, groups], and the group of each column."""
     columns, num_groups = codes.shape[1], scale.shape[1]
     order = None
     if g_idx is not None:

@@ -6,16 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.checks import (
-    check_contiguous,
-    check_dtype,
-    check_is_tensor,
-    check_shape,
-    check_tensor,
-)
-from ..common.errors import InvalidInputError, UnsupportedError
-from ..common.packed.packing import check_scales, format_of, group_of, num_words
-from ..common.scalars import as_bool, as_int
+from ..core.checks import check_contiguous, check_dtype, check_is_tensor, check_shape, check_tensor
+from ..core.errors import InvalidInputError, UnsupportedError, as_bool, as_int
+from .packing import check_scales, format_of, group_of, num_words
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +18,9 @@ class QuantizedWeight:
     Attributes:
         values: the codes, contiguous. float8_e4m3fn or int8 [out_features, in_features]; or int32 [out_features, 16 *
             ceil(in_features / 128)], words of eight 4-bit codes in the order of `packing.pack_codes`.
-        scale: one scale [], one per row [out_features], or one per group, see below; any strides. A step reads whole
-            lines if the rows of a group are neighbours in memory.
-        in_features: number of columns. Columns beyond it, which fill the last words, hold any code.
+        scale: one scale [], one per row [out_features], or one per group, see below; any strides. Reads are fastest if
+            the rows of a group are neighbours in memory.
+        in_features: number of columns. Later columns, which fill the last words, hold any code.
         zero_point: int8 in the shape of `scale`, the code of 0. None for 0 (int8) or 8 (codes 0 to 15 of int4); other
             formats take none.
         tensor_scale: float32 [], a factor for all weights; None for 1.
@@ -35,7 +28,7 @@ class QuantizedWeight:
         input_scale: float32 [], the value of one unit of a rounded activation. None scales the largest value of each
             token to the largest of the type (448 or 127), with e4m3 blocks each 128 values of a token.
         input_order: int32 [in_features], contiguous: the column of x that each column of the weights multiplies; None
-            for their own order. GPTQ's desc_act needs it after columns are sorted by group.
+            if the order is the same. GPTQ's desc_act needs it after columns are sorted by group.
 
     Scales by format; if `values` are int32, the dtype of the scale decides the format:
 
@@ -43,12 +36,12 @@ class QuantizedWeight:
     - int8 and int4: float32, float16 or bfloat16; groups are a multiple of 32 columns that divides the row,
       [out_features, in_features / group].
     - MXFP4 (E2M1, Open Compute Project, 2023): uint8 or float8_e8m0fnu [out_features, in_features / 32], 2^(byte -
-      127). The largest is 1 (byte 127), because scales are applied in the dtype of x; `repack.from_mxfp4` sees to that.
+      127). The largest is 1 (byte 127), because scales are applied in the dtype of x; `repack.from_mxfp4` ensures this.
     - NVFP4: float8_e4m3fn [out_features, in_features / 16], none negative.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit.
-        UnsupportedError: a group is no multiple of 32 columns, or quantizes_input is set for grouped int8, int8 with
+        UnsupportedError: a group is not a multiple of 32 columns, or quantizes_input is set for grouped int8, int8 with
             zero points, or 4-bit weights, or input_scale for e4m3 blocks.
     """
 

@@ -1,21 +1,20 @@
-"""The short causal convolution before a recurrent layer's scan, with the inputs before a step in a slot."""
+"""The short causal convolution before a recurrent layer's scan. A slot keeps the inputs before a step."""
 
 from __future__ import annotations
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
-from ..common.compat import tl, triton
-from ..common.device import loops_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.launch import Compute, Launch, strides, wait_for_inputs
-from ..common.operation import Run, in_fields, like_the_first, operation
-from ..common.scalars import shown
+from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
+from ..core.compat import tl, triton
+from ..core.device import takes_numba, use_triton
+from ..core.errors import InvalidInputError, shown
+from ..core.launch import Compute, Launch, strides, wait_for_inputs
+from ..core.operation import Run, in_fields, like_the_first, operation
+from . import definition
 from .metadata import RecurrentBatch, RecurrentState, check_step, check_weights
 from .row_functions import sequence_of, silu
-from .torch_ops import causal_conv1d as torch_op
 
-# Rows of a program, and elements of its tile: 16 bytes of a 16-bit type a thread of 4 warps.
+# Rows of a program, and elements of its tile: a thread of 4 warps takes 16 bytes of a 16-bit dtype.
 BLOCK_ROWS = 16
 TILE_SIZE = 1024
 
@@ -28,7 +27,7 @@ def _causal_conv1d_kernel(
     conv_ptr,  # [num_slots, WIDTH - 1 + L, CHANNELS]
     out_ptr,  # [num_tokens, CHANNELS]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
-    starts_ptr,  # [num_seqs], as those that follow
+    starts_ptr,  # [num_seqs], like the next five arguments
     read_slots_ptr,
     write_slots_ptr,
     cursors_ptr,
@@ -47,10 +46,10 @@ def _causal_conv1d_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
 ):
-    """Up to BLOCK_ROWS tokens of one sequence a program, or rows that no sequence has, which become 0.
+    """Convolve up to BLOCK_ROWS tokens of one sequence a program. Set rows of no sequence to 0.
 
-    A sequence's inputs are those of before, WIDTH - 1, and its tokens. Every tap loads its own; of each input one
-    program stores what the slots keep.
+    A sequence's inputs are WIDTH - 1 earlier ones and its tokens. Every tap loads its own inputs. One program stores
+    each input that the slots keep.
     """
     wait_for_inputs()
     BEFORE: tl.constexpr = WIDTH - 1
@@ -72,7 +71,7 @@ def _causal_conv1d_kernel(
     cursor = tl.load(cursors_ptr + seq)
     read_ptr = conv_ptr + read_slot * stride_conv_slot + channels[None, :]
     write_ptr = conv_ptr + write_slot * stride_conv_slot + channels[None, :]
-    # The first input that the written slot keeps, and its row there.
+    # The first input that the written slot keeps, and its row in the slot.
     is_scan, in_place = length > max_append, read_slot == write_slot
     first_kept = tl.where(is_scan, length, tl.where(in_place, BEFORE, 0))
     first_row = tl.where(is_scan, 0, tl.where(in_place, BEFORE + cursor, 0))
@@ -120,16 +119,17 @@ def causal_conv1d(
     *,
     activation: str | None = "silu",
 ) -> Run[torch.Tensor]:
-    """Convolve each channel of each sequence with its own W taps: out[t] = sum_j weight[:, j] x[t - W + 1 + j] + bias.
+    """Convolve each channel of each sequence with its W taps: out[t] = sum_j weight[:, j] x[t - W + 1 + j] + bias.
 
-    Inputs before the step come from `state.conv` of the read slot, and are 0 for a sequence without one. The step's
-    inputs go to the written slot, see `kernels.recurrent.metadata`. Computed in float32 and rounded once.
+    Inputs before the step come from `state.conv` of the read slot, and are 0 for a sequence without a slot to read. The
+    step's inputs go to the written slot, see `kernels.recurrent.metadata`. The result is computed in float32 and
+    rounded once.
 
     Args:
         x: [num_tokens, channels], float32, float16 or bfloat16, last dimension contiguous.
-        weight: [channels, W], any of these dtypes; the last tap is the token's own.
+        weight: [channels, W], any of the dtypes of x; the last tap is the token's own.
         bias: [channels] or None.
-        state: of which `conv` is read and written, in the dtype of x.
+        state: its `conv` is read and written, in the dtype of x.
         batch: the sequences of x. Its values are checked on a CPU.
         activation: "silu" or None.
 
@@ -152,9 +152,10 @@ def causal_conv1d(
     if use_triton(x):
         return _bind(x, weight, state, batch, activation)
     appends = batch.max_seqlen_q <= batch.max_append and weight.is_contiguous()
-    loops = loops_of("recurrent.numba_ops.causal_conv1d", x, weight, bias) if appends else None
-    if loops is not None:
-        return _run(loops.prepare(x, weight.shape[1], state.conv, batch, activation))
+    if appends and takes_numba(x, weight, bias):
+        from ..cpu.recurrent import causal_conv1d as numba_conv1d
+
+        return _run(numba_conv1d.launch_for(x, weight.shape[1], state.conv, batch, activation))
 
     def run(
         x: torch.Tensor,
@@ -164,7 +165,8 @@ def causal_conv1d(
         batch: RecurrentBatch,
         **_: object,
     ) -> torch.Tensor:
-        return torch_op.causal_conv1d(x, weight, bias, state.conv, batch, activation)
+        out = definition.causal_conv1d(x, weight, bias, state, batch, activation=activation, compute=torch.float32)
+        return out.to(x.dtype)
 
     return run
 

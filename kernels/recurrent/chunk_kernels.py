@@ -1,20 +1,19 @@
-"""The kernels of tokens that are scanned in chunks (Yang et al., 2024): what needs no state, then the states in order.
+"""Kernels that scan tokens in chunks (Yang et al., 2024): first all work without states, then the states in order.
 
-Chunk rows are places of the sequence modulo CHUNK, so that the first chunk may begin, and the last end, with rows of no
-token: of those k, v, beta and the logarithm of the decay are 0.
+A token's row in its chunk is its position modulo CHUNK. So the first and the last chunk may have rows without a token,
+whose k, v, beta and logarithm of the decay are 0.
 """
 
 from __future__ import annotations
 
-from ..common.compat import tl, triton
-from ..common.dot import dot
-from ..common.launch import wait_for_inputs
+from ..core.compat import dot, tl, triton
+from ..core.launch import wait_for_inputs
 from .row_functions import Gates, Slots, read_state, sequence_of, token_gates, write_state
 
 
 @triton.jit
 def product(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b. PRECISION: of float32 operands, see `launches.precision`."""
+    """acc + a @ b. PRECISION applies to float32 operands, see `launches.precision`."""
     return dot(a, b, acc) if PRECISION == "ieee" else tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -29,7 +28,7 @@ def diagonal_blocks(a, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def merged_inverses(inverses, a, COUNT: tl.constexpr, SIZE: tl.constexpr):
-    """The inverses of the COUNT diagonal blocks of I + a of 2 SIZE rows, from those [2 COUNT, SIZE, SIZE] of SIZE."""
+    """Return the inverses of the COUNT diagonal blocks of I + a with 2 SIZE rows, from the inverses of SIZE rows."""
     half = tl.arange(0, 2)
     is_lower = half[None, :, None, None] == 1
     halves = tl.reshape(inverses, [COUNT, 2, SIZE, SIZE])
@@ -46,8 +45,10 @@ def merged_inverses(inverses, a, COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def unit_triangular_inverse(a):
-    """(I + a)^-1 of a float32 [64, 64] below whose diagonal alone is not 0: blocks of 16 rows by forward substitution,
-    all four at once, and products of float32 for the rest."""
+    """(I + a)^-1 of a float32 [64, 64] a that is strictly lower triangular.
+
+    Diagonal blocks of 16 rows are inverted by forward substitution, all four at once. float32 products give the rest.
+    """
     rows = tl.arange(0, 16)
     blocks = diagonal_blocks(a, 4, 16)
     inverses = tl.where((rows[:, None] == rows[None, :])[None, :, :], 1.0, blocks * 0.0)
@@ -67,10 +68,10 @@ def _prepare_chunks_kernel(
     b_ptr,
     A_log_ptr,
     dt_bias_ptr,
-    scores_ptr,  # [num_chunks, HV, CHUNK, CHUNK], products of q and k times what decays between them
-    w_ptr,  # [num_chunks, HV, CHUNK, K], of which S is subtracted from u, or None
+    scores_ptr,  # [num_chunks, HV, CHUNK, CHUNK], products of q and k times the decay between them
+    w_ptr,  # [num_chunks, HV, CHUNK, K], or None; the scan subtracts w times the state from u
     u_ptr,  # [num_chunks, HV, CHUNK, V], or None
-    scales_ptr,  # float32 [num_chunks, HV, 4, CHUNK]: of q S, of k, dt, and the decay of the whole chunk
+    scales_ptr,  # float32 [num_chunks, HV, 4, CHUNK]: factor of q S, factor of k, dt, decay of the whole chunk
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     starts_ptr,  # [num_seqs]
     num_seqs,
@@ -78,8 +79,9 @@ def _prepare_chunks_kernel(
     beta_scale,
     least,
     most,
+    lower_bound,
     eps,
-    scale,  # of q
+    scale,  # factor of q
     stride_mixed_token,
     stride_gate_token,
     stride_b_token,
@@ -94,7 +96,7 @@ def _prepare_chunks_kernel(
     PRECISION: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of q, k and v at once
 ):
-    """One chunk and value head a program."""
+    """Prepare one chunk and value head a program."""
     wait_for_inputs()
     program = tl.program_id(0)
     head = tl.program_id(1)
@@ -109,9 +111,13 @@ def _prepare_chunks_kernel(
     rows = tl.arange(0, CHUNK)
     mask = (first + rows >= 0) & (first + rows < length)
     tokens = begin.to(tl.int64) + first + rows
-    gates = Gates(gate_ptr, b_ptr, A_log_ptr, dt_bias_ptr, stride_gate_token, stride_b_token, beta_scale, least, most)
+    gates = Gates(
+        *(gate_ptr, b_ptr, A_log_ptr, dt_bias_ptr, stride_gate_token, stride_b_token),
+        *(beta_scale, least, most, lower_bound),
+    )
     dt, g, beta = token_gates(gates, tokens, head, mask)
-    # Sums of -1,000 have differences that are off by 6e-5 in float32; pairs of float32 keep those of float64.
+    # Differences of float32 sums near -1,000 would be off by 6e-5. So each sum is a pair of float32, as exact as
+    # float64.
     sums = tl.cumsum(g.to(tl.float64), axis=0)
     high = sums.to(tl.float32)
     low = (sums - high).to(tl.float32)
@@ -175,11 +181,14 @@ def _prepare_chunks_kernel(
 
 @triton.jit(do_not_specialize=["max_append"])
 def _scan_chunks_kernel(
-    mixed_ptr,  # as of `_prepare_chunks_kernel`, to which the tensors up to scales are
+    mixed_ptr,  # tensors up to scales_ptr: as in `_prepare_chunks_kernel`
     scores_ptr,
     w_ptr,
     u_ptr,
     scales_ptr,
+    q_ptr,  # tensors up to decay_ptr: as in `_prepare_channels_kernel`, or None; they replace q, k and scales
+    k_ptr,
+    decay_ptr,
     D_ptr,  # [HV], or None
     out_ptr,  # [num_tokens, HV, V]
     state_ptr,  # see `Slots`
@@ -187,7 +196,7 @@ def _scan_chunks_kernel(
     ring_u_ptr,
     ring_g_ptr,
     cu_seqlens_q_ptr,  # [num_seqs + 1]
-    starts_ptr,  # [num_seqs], as those that follow
+    starts_ptr,  # [num_seqs], like the next five arguments
     read_slots_ptr,
     write_slots_ptr,
     cursors_ptr,
@@ -210,8 +219,10 @@ def _scan_chunks_kernel(
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr,  # whether each channel of a key has a decay
+    RANK: tl.constexpr,  # rows of a token in its chunk
 ):
-    """One sequence, value head and columns of V a program: its chunks in order, states and outputs in one loop."""
+    """Scan one sequence, value head and columns of V a program: its chunks in order, states and outputs in one loop."""
     wait_for_inputs()
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -228,24 +239,31 @@ def _scan_chunks_kernel(
     mask_k, mask_v = offs_k < K, offs_v < V
     rows = tl.arange(0, CHUNK)
     read_slot = tl.load(read_slots_ptr + seq).to(tl.int64)
-    S = read_state(slots, read_slot, tl.load(cursors_ptr + seq), head, offs_k, offs_v, HV, HK, K, V)
+    cursor = tl.load(cursors_ptr + seq)
+    S = read_state(slots, read_slot, cursor, head, offs_k, offs_v, HV, HK, K, V, CHANNELS, RANK)
     start = tl.load(starts_ptr + seq)
     snapshot_slot = tl.load(snapshot_slots_ptr + seq).to(tl.int64)
     snapshot_len = tl.load(snapshot_lens_ptr + seq)
     key_head = head // (HV // HK)
     dtype = mixed_ptr.dtype.element_ty
-    num_chunks = (start % CHUNK + length + CHUNK - 1) // CHUNK
+    TOKENS: tl.constexpr = CHUNK // RANK
+    num_chunks = (start % TOKENS + length + TOKENS - 1) // TOKENS
     for chunk in range(num_chunks):
-        first = chunk * CHUNK - start % CHUNK
-        mask = (first + rows >= 0) & (first + rows < length)
-        tokens = begin.to(tl.int64) + first + rows
-        place = (begin // CHUNK + 2 * seq + chunk).to(tl.int64) * HV + head
+        first = chunk * TOKENS - start % TOKENS
+        index = first + rows // RANK
+        mask = (index >= 0) & (index < length)
+        tokens = begin.to(tl.int64) + first + rows // RANK
+        place = (begin // TOKENS + 2 * seq + chunk).to(tl.int64) * HV + head
         row_ptrs = mixed_ptr + tokens * stride_mixed_token
-        columns = key_head * K + offs_k
-        q = tl.load(row_ptrs[:, None] + Q_FIRST + columns[None, :], mask[:, None] & mask_k[None, :], other=0.0)
-        # Loaded transposed: products of transposed registers were wrong on Hopper (flash-linear-attention 826).
-        k = tl.load(row_ptrs[None, :] + K_FIRST + columns[:, None], mask[None, :] & mask_k[:, None], other=0.0)
-        scales_ptrs = scales_ptr + place * 4 * CHUNK + rows
+        # Load k transposed: products of transposed registers were wrong on Hopper (flash-linear-attention 826).
+        if CHANNELS:
+            q = tl.load(q_ptr + (place * CHUNK + rows[:, None]) * K + offs_k[None, :], mask_k[None, :], other=0.0)
+            k = tl.load(k_ptr + (place * CHUNK + rows[None, :]) * K + offs_k[:, None], mask_k[:, None], other=0.0)
+        else:
+            columns = key_head * K + offs_k
+            q = tl.load(row_ptrs[:, None] + Q_FIRST + columns[None, :], mask[:, None] & mask_k[None, :], other=0.0)
+            k = tl.load(row_ptrs[None, :] + K_FIRST + columns[:, None], mask[None, :] & mask_k[:, None], other=0.0)
+            scales_ptrs = scales_ptr + place * 4 * CHUNK + rows
         chunk_rows = place * CHUNK + rows[:, None]
         operand = S.to(dtype)
         zero = tl.zeros([CHUNK, BLOCK_V], tl.float32)
@@ -258,15 +276,22 @@ def _scan_chunks_kernel(
             v = tl.load(v_ptrs, mask[:, None] & mask_v[None, :], other=0.0).to(tl.float32)
             values = v * tl.load(scales_ptrs + 2 * CHUNK)[:, None]
         scores = tl.load(scores_ptr + chunk_rows * CHUNK + rows[None, :])
-        out = product(q, operand, zero, PRECISION) * tl.load(scales_ptrs)[:, None]
+        out = product(q, operand, zero, PRECISION)
+        if not CHANNELS:
+            out *= tl.load(scales_ptrs)[:, None]
         out = product(scores, values.to(dtype), out, PRECISION)
         if D_ptr is not None:
             out += tl.load(D_ptr + head).to(tl.float32) * v
         out_ptrs = out_ptr + (tokens[:, None] * HV + head) * V + offs_v[None, :]
-        tl.store(out_ptrs, out.to(dtype), mask[:, None] & mask_v[None, :])
-        weighted = values * tl.load(scales_ptrs + CHUNK)[:, None]
-        faded = S * tl.load(scales_ptr + (place * 4 + 3) * CHUNK)
+        is_output = mask & (rows % RANK == RANK - 1)
+        tl.store(out_ptrs, out.to(dtype), is_output[:, None] & mask_v[None, :])
+        if CHANNELS:
+            weighted = values
+            faded = S * tl.load(decay_ptr + place * K + offs_k, mask_k, other=0.0)[:, None]
+        else:
+            weighted = values * tl.load(scales_ptrs + CHUNK)[:, None]
+            faded = S * tl.load(scales_ptr + (place * 4 + 3) * CHUNK)
         S = product(k, weighted.to(dtype), faded, PRECISION)
-        if (snapshot_slot >= 0) & (start + first + CHUNK == snapshot_len):
+        if (snapshot_slot >= 0) & (start + first + TOKENS == snapshot_len):
             write_state(slots, snapshot_slot, S, head, offs_k, offs_v, K, V)
     write_state(slots, tl.load(write_slots_ptr + seq).to(tl.int64), S, head, offs_k, offs_v, K, V)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_eps, check_tensor
-from ..common.compat import tl, triton
-from ..common.device import loops_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
-from ..common.operation import Run, like_the_first, operation
-from ..common.scalars import as_bool, as_int, shown
+from ..core.checks import FLOAT_DTYPES, check_eps, check_tensor
+from ..core.compat import tl, triton
+from ..core.device import takes_numba, use_triton
+from ..core.errors import InvalidInputError, as_bool, as_int, shown
+from ..core.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
+from ..core.operation import Run, like_the_first, operation
+from . import definition
 from .row_functions import silu
-from .torch_ops import gated_rms_norm as torch_op
 
 ACTIVATIONS = ("silu", "sigmoid")
 
 
-# Elements of a program at least, if its groups are smaller.
+# Fewest elements of a program. Groups with fewer elements share a program.
 TILE_SIZE = 1024
 
 
@@ -40,11 +39,11 @@ def _gated_rms_norm_kernel(
     WEIGHT_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     NORM_FIRST: tl.constexpr,
-    SILU: tl.constexpr,  # else the sigmoid alone
+    SILU: tl.constexpr,  # else the sigmoid
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """BLOCK_GROUPS groups a program; token i has groups from i HEADS V / GROUP on."""
+    """Normalise BLOCK_GROUPS groups a program. Token i has groups from i HEADS V / GROUP on."""
     wait_for_inputs()
     groups = tl.program_id(0).to(tl.int64) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     offs = tl.arange(0, BLOCK_SIZE)
@@ -67,7 +66,7 @@ def _gated_rms_norm_kernel(
 
 
 def norm_tile(group: int) -> dict[str, int]:
-    """Return the groups and their padded size of a program."""
+    """Return the number of groups of a program, and their padded size."""
     size = triton.next_power_of_2(group)
     return {"BLOCK_GROUPS": max(TILE_SIZE // size, 1), "BLOCK_SIZE": size}
 
@@ -85,15 +84,16 @@ def gated_rms_norm(
 ) -> Run[torch.Tensor]:
     """Return weight * rms(x) * act(z) if norm_first (Gated DeltaNet), else weight * rms(x * act(z)) (Mamba-2).
 
-    rms(x) = x / sqrt(mean(x^2) + eps) over groups of a token's elements. Computed in float32 and rounded once.
+    rms(x) = x / sqrt(mean(x^2) + eps) over groups of a token's elements. The result is computed in float32 and rounded
+    once.
 
     Args:
         x: [num_tokens, heads, V], float32, float16 or bfloat16, any strides.
         z: like x, in its dtype, any strides.
-        weight: [V], one for all heads, or [heads * V]; any of these dtypes.
+        weight: [V], shared by all heads, or [heads * V]; any of the dtypes of x.
         eps: added to the mean square; at least 0.
         norm_first: whether the gate is applied after the norm.
-        group_size: elements a mean is of, which divides heads * V; None for V.
+        group_size: number of elements that share a mean, which divides heads * V; None for V.
         activation: "silu" or "sigmoid".
 
     Returns:
@@ -118,16 +118,19 @@ def gated_rms_norm(
     is_silu = activation == "silu"
     if use_triton(x):
         return _run(_launch(x, z, weight, group, {"NORM_FIRST": norm_first, "SILU": is_silu}, eps))
-    loops = loops_of("recurrent.numba_ops.gated_rms_norm", x, z, weights=(weight,))
-    if loops is not None and x.numel():
-        launch = loops.prepare(x, z, weight, group, eps, norm_first=norm_first, has_silu=is_silu)
+    if takes_numba(x, z, weights=(weight,)) and x.numel():
+        from ..cpu.recurrent import gated_rms_norm as numba_norm
+
+        launch = numba_norm.launch_for(x, z, weight, group, eps, norm_first=norm_first, has_silu=is_silu)
         if launch is not None:
             return _run(launch)
 
     def run(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        return torch_op.gated_rms_norm(
-            x, z, weight, eps=eps, norm_first=norm_first, group_size=group, activation=activation
-        )
+        out = definition.gated_rms_norm(
+            x, z, weight, eps,
+            norm_first=norm_first, group_size=group, activation=activation, compute=torch.float32,
+        )  # fmt: skip
+        return out.to(x.dtype)
 
     return run
 

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2, on the slots and by the kernels of the gated delta rule."""
+"""The scan of Mamba-2, with the slots and kernels of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 
 import torch
 
-from ..common.errors import InvalidInputError
-from ..common.operation import Run, in_fields, operation
-from ..common.scalars import as_float, as_int, shown
+from ..core.errors import InvalidInputError, as_float, as_int, shown
+from ..core.operation import Run, in_fields, operation
+from . import definition
 from .launches import bind_scan
 from .metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
-from .torch_ops import scan as torch_op
 
 
 @operation(
@@ -31,22 +30,22 @@ def mamba2_scan(
     num_groups: int,
     dt_limits: tuple[float, float] | None = None,
 ) -> Run[torch.Tensor]:
-    """Apply the scan of Mamba-2 (Dao and Gu, 2024) to each head: out = S C + D x, after S has taken in B and x.
+    """Apply the scan of Mamba-2 (Dao and Gu, 2024) to each head: update S by B and x, then out = S C + D x.
 
     S <- exp(dt A) S + (dt x) B^T, with A = -exp(A_log) and dt = softplus(dt + dt_bias), clamped to dt_limits. Head h
-    has the B and C of group h // (HV / num_groups). States, gates and sums are float32. Products of a scan take
-    operands of the dtype of mixed.
+    uses B and C of group h // (HV / num_groups). States, gates and sums are float32. Products of a scan take operands
+    in the dtype of mixed.
 
     Args:
-        mixed: [num_tokens, HV V + 2 num_groups K], x, B and C after the convolution, float32, float16 or bfloat16,
-            last dimension contiguous.
-        dt: [num_tokens, HV], any of these dtypes, last dimension contiguous.
-        A_log, dt_bias, D: [HV], any of these dtypes.
-        state: slots that are read and written, see `kernels.recurrent.metadata`, with HK = num_groups, k = B and
-            u = dt x; its `conv` is left alone.
+        mixed: [num_tokens, HV V + 2 num_groups K], x, B and C after the convolution, float32, float16 or bfloat16, last
+            dimension contiguous.
+        dt: [num_tokens, HV], any of the dtypes of mixed, last dimension contiguous.
+        A_log, dt_bias, D: [HV], any of the dtypes of mixed.
+        state: slots that are read and written, see `kernels.recurrent.metadata`, with HK = num_groups, k = B and u = dt
+            x; its `conv` is not used.
         batch: the sequences of mixed. Its values are checked on a CPU.
         num_groups: divides HV.
-        dt_limits: least and largest dt, which may be infinite; None for no limits.
+        dt_limits: smallest and largest dt, which may be infinite; None for no limits.
 
     Returns:
         [num_tokens, HV, V] in the dtype of mixed.
@@ -67,8 +66,8 @@ def mamba2_scan(
     rings = check_scan(mixed, {"dt": dt}, state, batch, num_groups)
     check_weights(mixed.device, (dt.shape[1],), A_log=A_log, dt_bias=dt_bias, D=D)
 
-    numbers = {"beta_scale": 0.0, "least": dt_min, "most": dt_max, "eps": 0.0, "scale": 1.0}
-    bound = bind_scan(mixed, {"gate_ptr": dt}, rings, batch, numbers)
+    numbers = {"beta_scale": 0.0, "least": dt_min, "most": dt_max, "lower_bound": None, "eps": 0.0, "scale": 1.0}
+    bound = bind_scan(mixed, {"gate_ptr": dt}, rings, batch, numbers, values_first=True)
 
     def run(
         mixed: torch.Tensor,
@@ -83,7 +82,10 @@ def mamba2_scan(
         if bound is not None:
             weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias, "D_ptr": D}
             return bound(mixed, state, batch, {"gate_ptr": dt}, weights)
-        rings = state.rings()
-        return torch_op.mamba2_scan(mixed, dt, A_log, dt_bias, D, rings, batch, dt_limits=(dt_min, dt_max))
+        out = definition.mamba2_scan(
+            mixed, dt, A_log, dt_bias, D, state, batch,
+            num_groups=num_groups, dt_limits=(dt_min, dt_max), compute=torch.float32,
+        )  # fmt: skip
+        return out.to(mixed.dtype)
 
     return run

@@ -1,10 +1,12 @@
-"""A step's sequences, and where the state of recurrent layers lies, as the operations of this folder take them.
+"""A step's sequences and the states of recurrent layers, as the operations of this folder take them.
 
-A slot holds the state of one sequence at one position: its base position plus the entries of its ring that a cursor
-counts. In a step a sequence reads one slot and writes one. If both are the same slot, the step's tokens are appended to
-the ring at the cursor, and nothing before it changes. If they differ, the state at the read slot's position goes to the
-written slot, whose ring then holds the step's tokens (rows of up to `max_append`), or the tokens are scanned and the
-written slot holds the state after them, with an empty ring. Nothing of the read slot changes.
+A slot holds the state of one sequence at one position. The position is the slot's base position plus the number of
+valid entries in its ring, the cursor. In a step a sequence reads one slot and writes one.
+
+If both are the same slot, the step's tokens are appended to the ring at the cursor, and earlier entries do not change.
+If they differ, the read slot does not change. A sequence of up to `max_append` tokens copies the state to the written
+slot, whose ring then holds the step's tokens. A longer one is scanned: the written slot holds the state after the
+tokens, and its ring is empty.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.checks import (
+from ..core.checks import (
     FLOAT_DTYPES,
     check_contiguous,
     check_device,
@@ -24,16 +26,15 @@ from ..common.checks import (
     check_tensor,
     check_writable,
 )
-from ..common.errors import InvalidInputError
-from ..common.scalars import as_int, shown
+from ..core.errors import InvalidInputError, as_int, shown
 
 # Chunks of a scan start at multiples of this position of the sequence, so that a prompt gives the same bits in any
-# batch. Gated DeltaNet's inverse is of this size (Yang et al., 2024).
+# batch. Gated DeltaNet inverts matrices of this size (Yang et al., 2024).
 CHUNK_SIZE = 64
 
 
 class Row(NamedTuple):
-    """One sequence of a step, on the host; `first` is the row of its first token."""
+    """One sequence of a step, on the host. `first` is the row of its first token."""
 
     first: int
     length: int
@@ -47,16 +48,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RecurrentBatch:
-    """What the sequences of a step read and write; int32 on the device of the layers, contiguous.
+    """Slots that the sequences of a step read and write; int32 on the layers' device, contiguous.
 
     Attributes:
         cu_seqlens_q: [num_seqs + 1], offsets of each sequence's tokens, from 0. A sequence without tokens is skipped.
         starts: [num_seqs], position of each sequence's first token of this step.
         read_slots: [num_seqs]; -1 for a sequence without a state, which starts from zero.
-        write_slots: [num_seqs], no slot twice but padding's, slot 0.
-        cursors: [num_seqs], entries of the read slot's ring that are valid.
-        snapshot_slots: [num_seqs], slot that also gets the state within the step's tokens; -1 for none. Scans only.
-        snapshot_lens: [num_seqs], tokens of the sequence after which that is, a multiple of 64.
+        write_slots: [num_seqs]. No slot appears twice, except slot 0 for padding.
+        cursors: [num_seqs], valid entries in the read slot's ring.
+        snapshot_slots: [num_seqs], slot that also gets a state from within the step's tokens; -1 for none. Scans only.
+        snapshot_lens: [num_seqs], tokens of the sequence before the snapshot, a multiple of 64.
         max_seqlen_q: upper bound of the tokens of a sequence.
         max_append: sequences of up to this many tokens append to the ring, longer ones are scanned.
         runs: calls that a `Bound` has bound to this batch.
@@ -103,14 +104,14 @@ class RecurrentBatch:
         return {f"{name}_ptr": tensor for name, tensor in self.tensors().items()}
 
     def rows(self) -> Iterator[Row]:
-        """Return the sequences that have tokens; waits for the device."""
+        """Return the sequences that have tokens; wait for the device."""
         offsets, *columns = (tensor.tolist() for tensor in self.tensors().values())
         for first, end, *row_values in zip(offsets, offsets[1:], *columns, strict=False):
             if end > first:
                 yield Row(first, end - first, *row_values)
 
     def check(self, num_tokens: int, num_slots: int, ring_len: int) -> None:
-        """Raise InvalidInputError for a row that does not fit a layer; values on a GPU are trusted, not read."""
+        """Raise InvalidInputError for a row that does not fit a layer. Values on a GPU are trusted, not read."""
         if self.max_append > ring_len:
             raise InvalidInputError(f"max_append: {self.max_append}, expected at most {ring_len}, entries of the ring")
         if not self.starts.is_cpu:
@@ -156,15 +157,17 @@ class RecurrentBatch:
 
 @dataclass(frozen=True, eq=False)
 class RecurrentState:
-    """Slots of one layer; each is contiguous. A layer of a convolution alone has only `conv`.
+    """Slots of one layer; each tensor is contiguous. A layer with only a convolution has only `conv`.
 
     Attributes:
         conv: [num_slots, W - 1 + L, channels], inputs of the convolution (width W), in the model's dtype: the W - 1
-            rows before the base position, then those of the ring's L tokens.
+            rows before the base position, then the rows of the ring's L tokens.
         state: [num_slots, HV, V, K], S at the base position, float32 or bfloat16.
-        ring_k: float32 [num_slots, L, HK, K], k of each token, normalised.
-        ring_u: float32 [num_slots, L, HV, V], u of each token: S grows by u k^T.
-        ring_g: float32 [num_slots, L, HV], logarithm of each token's decay.
+        ring_k: float32 [num_slots, R L, HK, K], k of each token, normalised. The rank R is 2 with erase vectors: a
+            token then has two entries, `erase_write` and k.
+        ring_u: float32 [num_slots, R L, HV, V], u of each entry: S grows by u k^T.
+        ring_g: float32 [num_slots, L, HV], logarithm of each token's decay, or [num_slots, L, HV, K] if each channel of
+            a key has its own.
     """
 
     conv: torch.Tensor
@@ -182,35 +185,45 @@ class RecurrentState:
         return self.conv.shape[1] - (width - 1)
 
     def rings(self) -> Rings:
-        """Return the tensors of a scan; raise InvalidInputError if one is None."""
+        """Return the tensors of a scan. Raise InvalidInputError if one is None."""
         if self.state is None or self.ring_k is None or self.ring_u is None or self.ring_g is None:
             raise InvalidInputError("state: of a convolution alone, expected state, ring_k, ring_u and ring_g")
         return Rings(self.state, self.ring_k, self.ring_u, self.ring_g)
 
 
 class Rings(NamedTuple):
-    """The tensors of a `RecurrentState` without `conv`, all there."""
+    """The tensors of a `RecurrentState` without `conv`; none is None."""
 
     state: torch.Tensor
     k: torch.Tensor
     u: torch.Tensor
     g: torch.Tensor
 
+    @property
+    def rank(self) -> int:
+        """Entries of a token in `k` and `u`."""
+        return self.k.shape[1] // self.g.shape[1]
+
 
 def _check_slots(name: str, tensor: torch.Tensor) -> None:
     check_writable(name, tensor)
+    _check_each_contiguous(name, tensor, "slot")
+
+
+def _check_each_contiguous(name: str, tensor: torch.Tensor, unit: str) -> None:
+    """Raise InvalidInputError unless each index of the first axis is contiguous memory."""
     if not tensor[:1].squeeze(0).is_contiguous():
-        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every slot contiguous")
+        raise InvalidInputError(f"{name}: strides {tensor.stride()}, expected every {unit} contiguous")
 
 
 def check_weights(device: torch.device, shape: tuple[int, ...], **weights: torch.Tensor) -> None:
-    """Raise InvalidInputError unless weights have this shape and any float dtype."""
+    """Raise InvalidInputError unless weights have this shape and a float dtype."""
     for name, weight in weights.items():
         check_tensor(name, weight, shape, FLOAT_DTYPES, device)
 
 
 def check_step(state: RecurrentState, batch: RecurrentBatch, x: torch.Tensor) -> None:
-    """Raise InvalidInputError unless these are a state of tensors and a batch on the device of x."""
+    """Raise InvalidInputError unless state and batch have the right types and lie on the device of x."""
     if not (isinstance(state, RecurrentState) and isinstance(batch, RecurrentBatch)):
         arguments = f"{shown(state)}, {shown(batch)}"
         raise InvalidInputError(f"state, batch: {arguments}, expected RecurrentState and RecurrentBatch")
@@ -227,10 +240,15 @@ def check_scan(
     state: RecurrentState,
     batch: RecurrentBatch,
     num_key_heads: int,
+    channel_gates: Mapping[str, torch.Tensor] | None = None,
+    rank: int = 1,
 ) -> Rings:
-    """Return the state of a scan; raise InvalidInputError unless it, the tokens and the batch fit each other.
+    """Return the state of a scan. Raise InvalidInputError unless state, tokens and batch fit each other.
 
     gates: by name, [num_tokens, HV], any float dtype, last dimension contiguous.
+    channel_gates: by name, [num_tokens, HV, K], any float dtype, each token contiguous; not empty if each channel of a
+        key has a decay.
+    rank: entries of a token in the ring.
     """
     check_step(state, batch, mixed)
     rings, device = state.rings(), mixed.device
@@ -240,10 +258,13 @@ def check_scan(
         raise InvalidInputError(
             f"key heads: {num_key_heads}, expected a divisor of {num_heads}, the heads of the state"
         )
-    check_tensor("ring_k", rings.k, (num_slots, "L", num_key_heads, key_dim), (torch.float32,), device)
-    length = rings.k.shape[1]
-    check_tensor("ring_u", rings.u, (num_slots, length, num_heads, value_dim), (torch.float32,), device)
-    check_tensor("ring_g", rings.g, (num_slots, length, num_heads), (torch.float32,), device)
+    decays: tuple[int, ...] = (num_heads,)
+    if channel_gates:
+        decays = num_heads, key_dim
+    check_tensor("ring_g", rings.g, (num_slots, "L", *decays), (torch.float32,), device)
+    length = rings.g.shape[1]
+    check_tensor("ring_k", rings.k, (num_slots, rank * length, num_key_heads, key_dim), (torch.float32,), device)
+    check_tensor("ring_u", rings.u, (num_slots, rank * length, num_heads, value_dim), (torch.float32,), device)
     for name, tensor in zip(("state", "ring_k", "ring_u", "ring_g"), rings, strict=True):
         _check_slots(name, tensor)
     width = 2 * num_key_heads * key_dim + num_heads * value_dim
@@ -252,6 +273,9 @@ def check_scan(
     for name, gate in gates.items():
         check_tensor(name, gate, (mixed.shape[0], num_heads), FLOAT_DTYPES, device)
         check_last_dim_contiguous(name, gate)
+    for name, gate in (channel_gates or {}).items():
+        check_tensor(name, gate, (mixed.shape[0], num_heads, key_dim), FLOAT_DTYPES, device)
+        _check_each_contiguous(name, gate, "token")
     batch.check(mixed.shape[0], num_slots, length)
     return rings
 

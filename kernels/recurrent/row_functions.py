@@ -1,33 +1,34 @@
-"""Device functions of the kernels of recurrent layers: sequences of programs, gates of tokens, states of slots."""
+"""Device functions of recurrent layers: sequences of programs, gates of tokens, states of slots."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..common.compat import tl, triton
+from ..core.compat import tl, triton
 
 
 class Gates(NamedTuple):
-    """Arguments of a layer that make the gates of its tokens; b for the gated delta rule alone."""
+    """Arguments of a layer that give the gates of its tokens."""
 
-    gate_ptr: Any  # [num_tokens, HV], a or dt
-    b_ptr: Any  # [num_tokens, HV], or None
+    gate_ptr: Any  # [num_tokens, HV], a or dt; [num_tokens, HV, K] for decays of channels
+    b_ptr: Any  # [num_tokens, HV], gated delta rule only, or None
     A_log_ptr: Any  # [HV]
-    dt_bias_ptr: Any  # [HV]
+    dt_bias_ptr: Any  # [HV], or [HV, K]
     stride_gate_token: Any
     stride_b_token: Any
     beta_scale: Any
     least: Any
     most: Any
+    lower_bound: Any  # smallest logarithm of a decay, or None
 
 
 class Slots(NamedTuple):
     """The tensors of a `RecurrentState` without `conv`; every slot is contiguous."""
 
     state_ptr: Any  # [num_slots, HV, V, K]
-    ring_k_ptr: Any  # float32 [num_slots, L, HK, K]
-    ring_u_ptr: Any  # float32 [num_slots, L, HV, V]
-    ring_g_ptr: Any  # float32 [num_slots, L, HV]
+    ring_k_ptr: Any  # float32 [num_slots, RANK L, HK, K]
+    ring_u_ptr: Any  # float32 [num_slots, RANK L, HV, V]
+    ring_g_ptr: Any  # float32 [num_slots, L, HV], or [num_slots, L, HV, K] for decays of channels
     stride_state_slot: Any
     stride_ring_k_slot: Any
     stride_ring_u_slot: Any
@@ -36,8 +37,11 @@ class Slots(NamedTuple):
 
 @triton.jit
 def sequence_of(program, cu_seqlens_q_ptr, num_seqs, BLOCK: tl.constexpr, EXTRA: tl.constexpr):
-    """The sequence of a program, where sequence i has those from cu_seqlens_q[i] // BLOCK + EXTRA i on; num_seqs for
-    the rows after the last sequence. A sequence of n tokens has at least n // BLOCK + EXTRA programs."""
+    """Return the sequence of a program; num_seqs for the rows after the last sequence.
+
+    Sequence i has the programs from cu_seqlens_q[i] // BLOCK + EXTRA i on. A sequence of n tokens has at least n //
+    BLOCK + EXTRA programs.
+    """
     low = program * 0
     high = low + num_seqs
     while low < high:
@@ -55,7 +59,7 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)) to float32 rounding: where 1 + exp(x) loses digits, log(y) / (y - 1) does not (Higham, 2002)."""
+    """log(1 + exp(x)) to float32 rounding. log(y) / (y - 1) keeps digits that y = 1 + exp(x) loses (Higham, 2002)."""
     grown = tl.exp(tl.where(x > 20.0, 0.0, x))
     total = 1.0 + grown
     log = tl.where(total == 1.0, grown, tl.log(total) * (grown / tl.where(total == 1.0, 1.0, total - 1.0)))
@@ -64,18 +68,46 @@ def softplus(x):
 
 @triton.jit
 def token_gates(gates, tokens, head, mask):
-    """dt, the logarithm of the decay and beta of one token or many; all 0 outside the mask."""
+    """dt, the logarithm of the decay and beta, of one token or several; 0 outside the mask."""
     bias = tl.load(gates.dt_bias_ptr + head).to(tl.float32)
     raw = tl.load(gates.gate_ptr + tokens * gates.stride_gate_token + head, mask=mask, other=0.0).to(tl.float32)
     dt = softplus(raw + bias)
-    dt = tl.where(dt < gates.least, gates.least, dt)  # NaN stays
+    dt = tl.where(dt < gates.least, gates.least, dt)  # keeps NaN
     dt = tl.where(mask, tl.where(dt > gates.most, gates.most, dt), 0.0)
     g = -dt * tl.exp(tl.load(gates.A_log_ptr + head).to(tl.float32))
+    if gates.lower_bound is not None:
+        g = tl.where(mask, bounded_log_decay(gates, raw + bias, head), 0.0)
     beta = dt
     if gates.b_ptr is not None:
-        b = tl.load(gates.b_ptr + tokens * gates.stride_b_token + head, mask=mask, other=0.0).to(tl.float32)
-        beta = tl.where(mask, gates.beta_scale / (1.0 + tl.exp(-b)), 0.0)
+        beta = token_beta(gates, tokens, head, mask)
     return dt, g, beta
+
+
+@triton.jit
+def token_beta(gates, tokens, head, mask):
+    """beta of one token or several; 0 outside the mask."""
+    b = tl.load(gates.b_ptr + tokens * gates.stride_b_token + head, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(mask, gates.beta_scale / (1.0 + tl.exp(-b)), 0.0)
+
+
+@triton.jit
+def bounded_log_decay(gates, x, head):
+    """lower_bound sigmoid(exp(A_log) x)."""
+    rate = tl.exp(tl.load(gates.A_log_ptr + head).to(tl.float32))
+    return gates.lower_bound / (1.0 + tl.exp(-rate * x))
+
+
+@triton.jit
+def channel_gates(gates, tokens, head, channels, mask, K: tl.constexpr):
+    """The logarithm of each channel's decay; 0 outside the mask. tokens, channels and mask broadcast to one shape."""
+    columns = head * K + channels
+    bias = tl.load(gates.dt_bias_ptr + columns, channels < K, other=0.0).to(tl.float32)
+    raw = tl.load(gates.gate_ptr + tokens * gates.stride_gate_token + columns, mask, other=0.0).to(tl.float32)
+    if gates.lower_bound is not None:
+        g = bounded_log_decay(gates, raw + bias, head)
+    else:
+        g = -softplus(raw + bias) * tl.exp(tl.load(gates.A_log_ptr + head).to(tl.float32))
+    return tl.where(mask, g, 0.0)
 
 
 @triton.jit
@@ -96,8 +128,10 @@ def read_state(
     HK: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    RANK: tl.constexpr,
 ):
-    """S^T [BLOCK_K, BLOCK_V] of a head after `cursor` entries of the slot's ring; 0 for slot -1, whose cursor is 0."""
+    """S^T [BLOCK_K, BLOCK_V] of a head after `cursor` tokens of the slot's ring; 0 for slot -1, whose cursor is 0."""
     key_head = head // (HV // HK)
     mask_k, mask_v = offs_k < K, offs_v < V
     mask = mask_k[:, None] & mask_v[None, :] & (slot >= 0)
@@ -107,16 +141,29 @@ def read_state(
     k_ptrs = slots.ring_k_ptr + slot * slots.stride_ring_k_slot + key_head * K + offs_k
     u_ptrs = slots.ring_u_ptr + slot * slots.stride_ring_u_slot + head * V + offs_v
     g_ptr = slots.ring_g_ptr + slot * slots.stride_ring_g_slot + head
-    # From the last entry to the first: one multiplication an element and entry instead of two.
+    # Go from the last entry to the first, which takes one multiplication for each element and entry instead of two.
     grown = tl.zeros_like(S)
-    rest = 1.0
-    for index in range(cursor):
-        entry = cursor - 1 - index
-        k = tl.load(k_ptrs + entry * HK * K, mask_k, other=0.0)
-        u = tl.load(u_ptrs + entry * HV * V, mask_v, other=0.0)
-        grown += k[:, None] * (u * rest)[None, :]
-        rest *= tl.exp(tl.load(g_ptr + entry * HV))
-    return S * rest + grown
+    if CHANNELS:
+        g_ptrs = slots.ring_g_ptr + slot * slots.stride_ring_g_slot + head * K + offs_k
+        rests = tl.full(offs_k.shape, 1.0, tl.float32)
+        for index in range(cursor * RANK):
+            entry = cursor * RANK - 1 - index
+            k = tl.load(k_ptrs + entry * HK * K, mask_k, other=0.0)
+            u = tl.load(u_ptrs + entry * HV * V, mask_v, other=0.0)
+            grown += (k * rests)[:, None] * u[None, :]
+            is_first = entry % RANK == 0
+            rests *= tl.exp(tl.load(g_ptrs + entry // RANK * HV * K, mask_k & is_first, other=0.0))
+        S = S * rests[:, None] + grown
+    else:
+        rest = 1.0
+        for index in range(cursor):
+            entry = cursor - 1 - index
+            k = tl.load(k_ptrs + entry * HK * K, mask_k, other=0.0)
+            u = tl.load(u_ptrs + entry * HV * V, mask_v, other=0.0)
+            grown += k[:, None] * (u * rest)[None, :]
+            rest *= tl.exp(tl.load(g_ptr + entry * HV))
+        S = S * rest + grown
+    return S
 
 
 @triton.jit

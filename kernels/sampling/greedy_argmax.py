@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
-from ..common.compat import tl, triton
-from ..common.device import use_triton
-from ..common.launch import launch, num_warps, wait_for_inputs
-from ..common.operation import Run, operation
-from .torch_ops import greedy_argmax as torch_op
+from ..core.checks import FLOAT_DTYPES, check_is_tensor, check_tensor
+from ..core.compat import tl, triton
+from ..core.device import use_triton
+from ..core.launch import launch, num_warps, wait_for_inputs
+from ..core.operation import Run, operation
+from . import definition
 
-# Two stages, because a decode step has few rows: one program a row would read 300 KB (151,936 tokens of bfloat16)
-# through one multiprocessor. 4,096 tokens a program give 38 programs a row there, and 64 partial results at 256k.
+# Tokens a program. A decode step has few rows, so several programs share a row, and a second kernel combines their
+# results. See limits.md.
 BLOCK_TOKENS = 4096
 
 
 @triton.jit
 def first_largest(values, tokens):
-    """The largest value and the smallest of the tokens that have it; -1 where all values are -inf."""
+    """Return the largest value and the smallest token that has it; token -1 if all values are -inf."""
     best = tl.max(values, axis=0)
     token = tl.min(tl.where(values == best, tokens, 0x7FFFFFFF), axis=0)
     return best, tl.where(best == float("-inf"), -1, token)
@@ -40,7 +41,7 @@ def _greedy_argmax_chunk_kernel(
     stride_repetition_penalty_row,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """One program finds the best of BLOCK_TOKENS tokens of a row."""
+    """Find the best of BLOCK_TOKENS tokens of a row."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -50,7 +51,7 @@ def _greedy_argmax_chunk_kernel(
     if repetition_penalty_ptr is not None:
         penalty_ptrs = repetition_penalty_ptr + row * stride_repetition_penalty_row + tokens
         penalty = tl.load(penalty_ptrs, mask=mask, other=1.0)
-        # IEEE division: the default one is 2 units off, and could order two tokens otherwise than a CPU does.
+        # Use IEEE division: the default division is off by up to 2 units, so ties could differ from a CPU's.
         values = tl.where(values > 0.0, tl.div_rn(values, penalty), values * penalty)
     allowed = values == values  # not NaN
     if token_mask_ptr is not None:
@@ -68,7 +69,7 @@ def _greedy_argmax_reduce_kernel(
     num_chunks,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """One program finds the best of a row's chunks."""
+    """Find the best of a row's chunks."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK_CHUNKS)
@@ -105,7 +106,7 @@ def greedy_argmax(
         return _no_token
     if use_triton(logits):
         return _launch
-    return torch_op.greedy_argmax
+    return functools.partial(definition.greedy_argmax, compute=torch.float32)
 
 
 def _no_token(logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
@@ -113,7 +114,7 @@ def _no_token(logits: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 
 
 def _check_per_row(name: str, tensor: torch.Tensor | None, dtype: torch.dtype, logits: torch.Tensor) -> None:
-    """Raise InvalidInputError unless it is one row, or a row for each of logits."""
+    """Raise InvalidInputError unless the tensor has one row, or a row for each row of logits."""
     if tensor is not None:
         check_is_tensor(name, tensor)
         expected = logits.shape
@@ -136,7 +137,7 @@ def _launch(
         if tensor is not None and tensor.stride(-1) != 1:
             tensor = tensor.contiguous()
         rows[f"{name}_ptr"] = tensor
-        rows[f"stride_{name}_row"] = 0  # one row serves all
+        rows[f"stride_{name}_row"] = 0  # all rows of logits share one row
         if tensor is not None and tensor.dim() == 2:
             rows[f"stride_{name}_row"] = tensor.stride(0)
     launch(

@@ -1,14 +1,15 @@
-"""The passes over a batch of logits: for the largest of a row and the token drawn of a row without filters, for how
-many stand in each bin below the largest, and for the best of those that the bins say are kept.
+"""Passes over a batch of logits: largest logit and drawn token of each row, counts of bins, and a list of tokens.
 
-Where a threshold lies in some bins, their tokens go into a list, which `thresholds.py` searches. Counts and masses are
-whole numbers, so no order of additions shows in them.
+The first pass finds the largest logit of a row, and the token of rows without filters. The second counts the tokens of
+each bin below the largest. The third chooses among tokens of kept bins. It also lists the tokens of bins with a
+threshold, which `thresholds.py` searches. Counts and masses are whole numbers, so the order of additions does not
+change them.
 """
 
 from __future__ import annotations
 
-from ..common.compat import tl, triton
-from ..common.launch import wait_for_inputs
+from ..core.compat import tl, triton
+from ..core.launch import wait_for_inputs
 from .greedy_argmax import first_largest
 from .row_functions import (
     LARGEST,
@@ -44,7 +45,7 @@ def _best_of_chunk_kernel(
     stride_logits_row,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """One program finds the largest logit of BLOCK_TOKENS of a row, and of a row without filters the token it draws."""
+    """Find the largest logit of BLOCK_TOKENS tokens of a row. If the row has no filters, also draw its token."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -54,7 +55,7 @@ def _best_of_chunk_kernel(
     )
     temperature = tl.load(temperature_ptr + row)
     is_drawn = temperature > 0
-    # The best token is none of those that are NaN; of a row with one nothing is drawn, as of one with an infinity.
+    # A NaN is never the best token. A row with temperature draws nothing if it holds NaN or infinity.
     x = tl.where(x == x, x, tl.where(is_drawn, float("inf"), float("-inf")))
     largest = tl.max(x, axis=0)
     tl.store(largest_ptr + row * num_chunks + chunk, largest)
@@ -62,7 +63,7 @@ def _best_of_chunk_kernel(
     if is_whole | ~is_drawn:
         scores = x
         if is_drawn:
-            # Less the largest of the chunk, as that of the row is not yet known.
+            # Subtract the chunk's largest logit, because the row's is not known yet.
             scores = scaled(x, largest, temperature) + gumbel(tokens, keys_ptr, row)
         _, token = first_largest(scores, tokens)
         tl.store(best_ptr + row * num_chunks + chunk, tl.max(tl.where(tokens == token, x, float("-inf")), axis=0))
@@ -88,7 +89,7 @@ def _count_bins_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """One program counts the tokens of a part of a row by bins."""
+    """Count the tokens of a part of a row by bin."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -128,8 +129,9 @@ def _collect_kernel(
     log_min_p_ptr,  # float32 [num_rows], or None
     largest_ptr,  # float32 [num_rows, num_chunks]
     bounds_ptr,  # int32 [num_rows, 4], or None where no row has a top_k or top_p
-    sums_ptr,  # int64 [num_rows, 3], zeros: masses of the bins that are kept whole and of those between `last` and
-    # `last_bin`, and the length of the list
+    # `sums_ptr` has three sums, which the caller sets to 0: the mass of the bins that are kept whole, the mass of the
+    # bins between `last` and `last_bin` (see `bounds_ptr`), and the length of the list.
+    sums_ptr,  # int64 [num_rows, 3]
     listed_z_ptr,  # float32 [num_rows, vocab_size]
     listed_token_ptr,  # int32 [num_rows, vocab_size]
     best_ptr,  # float32 [num_rows, num_chunks]
@@ -140,8 +142,10 @@ def _collect_kernel(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
 ):
-    """One program finds the token drawn of those that bins say are kept among BLOCK_TOKENS of a row, and lists those of
-    the bins in which thresholds lie. The order of the list differs from run to run; nothing depends on it.
+    """Choose among tokens of bins that are kept whole, BLOCK_TOKENS of a row a program, and list tokens of other bins.
+
+    A list holds the tokens of the bins in which thresholds lie. Its order differs from run to run, and no result
+    depends on it.
     """
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)

@@ -1,32 +1,78 @@
-"""Draw tokens from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting a vocabulary.
+"""Draw tokens from logits: penalties, temperature, top_k, top_p, min_p and noise, without sorting the vocabulary.
 
-`passes.py` has the kernels over all logits, `thresholds.py` those that find top_k and top_p and choose the token. The
-engine's keys are hashes of seed and position (`executors/sampling/noise.py`).
+`passes.py` has the kernels over all logits. `thresholds.py` has the kernels that find top_k and top_p and choose the
+token. The engine's keys are hashes of seed and position (`executors/sampling/noise.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..common.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
-from ..common.compat import triton
-from ..common.device import device_of, use_triton
-from ..common.errors import InvalidInputError
-from ..common.id_checks import Ids, check_all_ids
-from ..common.launch import launch, num_warps
-from ..common.operation import Run, in_fields, operation
-from . import passes, thresholds
+from ..core.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
+from ..core.compat import triton
+from ..core.device import device_of, use_triton
+from ..core.errors import InvalidInputError
+from ..core.ids import Ids, check_all_ids
+from ..core.launch import launch, num_warps
+from ..core.operation import Run, in_fields, operation
+from . import definition, passes, thresholds
 from .greedy_argmax import BLOCK_TOKENS, greedy_argmax
 from .penalties import Penalties
 from .row_functions import NUM_BINS
-from .torch_ops import sample_tokens as torch_op
 
-# Masses are multiples of 2^-42 in an int64.
+# The most tokens whose masses, multiples of 2^-42, add up in an int64.
 MAX_VOCAB_SIZE = 1 << 20
 BLOCK_LIST, PROBES = 512, thresholds.PROBES.value
+# More tokens than any vocabulary has; float64 holds it exactly.
+_ALL = 1 << 62
+
+
+class Filter(NamedTuple):
+    """A filter of `sample_tokens`, which has one number for each row.
+
+    Attributes:
+        dtype: dtype of the numbers.
+        off: the parameter of a request that does not use the filter.
+        keeps_all: the number that keeps all tokens.
+        num_best: number of best tokens that decide what the filter keeps; None if the number itself says so.
+    """
+
+    dtype: torch.dtype
+    off: float
+    keeps_all: float
+    num_best: int | None
+
+    def cuts(self, value: float, vocab_size: int) -> bool:
+        """Return whether a request's parameter leaves out any token."""
+        return value != self.off and (self.num_best is not None or value < vocab_size)
+
+    def number(self, value: float) -> float:
+        """Return the number for a request's parameter."""
+        if value == self.off:
+            return self.keeps_all
+        return value if self.num_best is not None else min(value, self.keeps_all)
+
+
+# The filters by the names of their arguments, in the order in which they apply.
+FILTERS = {
+    "top_k": Filter(torch.int64, 0, _ALL, None),
+    "top_p": Filter(torch.float32, 1.0, 1.0, _ALL),
+    "min_p": Filter(torch.float32, 0.0, 0.0, 1),
+}
+
+
+def filter_columns(table: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the arguments of `sample_tokens` from a table of FILTERS, float64 [num_filters, num_rows]."""
+    return {name: column.to(kind.dtype) for (name, kind), column in zip(FILTERS.items(), table, strict=True)}
+
+
+def lowest_by_best(filters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the lowest scaled logit, less the row's largest, that filters by the best token keep, float32 [n]."""
+    return filters["min_p"].log()
 
 
 @operation(
@@ -47,11 +93,11 @@ def sample_tokens(
 
     Penalties come first, then temperature, top_k, top_p of the mass that top_k keeps, and min_p. Tokens that tie with
     the last one of top_k or top_p stay. The draw adds noise that is a hash of key and token (the Gumbel-max trick). A
-    row's token does not depend on the batch around it.
+    row's token does not depend on the other rows of the batch.
 
     top_p keeps a token if less than top_p of the mass precedes it. A token's mass is 2^42 exp(score), rounded down to a
-    whole number, so the order of additions does not matter. Tokens with less than e^-31.875 of the best probability are
-    dropped by top_k and top_p; the noise, which spans 25.7, could never draw them.
+    whole number, so the order of additions does not matter. top_k and top_p drop tokens with less than e^-31.875 of the
+    best probability. The noise spans 25.7, so it could never draw them.
 
     Args:
         logits: [num_rows, vocab_size], float32, float16 or bfloat16, any strides; at most 2^20 tokens.
@@ -63,8 +109,8 @@ def sample_tokens(
         penalties: penalties of tokens that occurred; None for none.
 
     Returns:
-        int64 [num_rows]. A row without a choice gives -1, which is one without a logit above -inf or, if it has a
-        temperature, with one that is NaN or inf.
+        int64 [num_rows]. A row without a choice gives -1: no logit is above -inf, or the row has a temperature and a
+        logit is NaN or inf.
 
     Raises:
         InvalidInputError: a shape, dtype or device does not fit, or the vocabulary is too large.
@@ -87,16 +133,14 @@ def _sample(
 ) -> torch.Tensor:
     if logits.numel() == 0:
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
-    log_min_p = None if min_p is None else min_p.log()
     by_triton = use_triton(logits)
     if penalties is not None:
         rows = Ids("penalties.rows", penalties.rows, None, len(penalties.counts) - 1)
         check_all_ids("sample_tokens", rows, by_triton=by_triton)
     if by_triton:
-        return _launch(logits, keys, temperature, top_k, top_p, log_min_p, penalties)[0]
-    if penalties is not None:
-        logits = torch_op.penalised(logits.float(), penalties)
-    return torch_op.sample_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
+        return _launch(logits, keys, temperature, top_k, top_p, min_p, penalties)[0]
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    return definition.sample_tokens(logits, keys, temperature, **filters, penalties=penalties, compute=torch.float32)
 
 
 def launch_all(logits: torch.Tensor) -> None:
@@ -121,22 +165,22 @@ def filter_logits(
 ) -> torch.Tensor:
     """Return the logits of the distribution that `sample_tokens` draws from, float32 [num_rows, vocab_size].
 
-    Filtered tokens are -inf. With temperature 0 all but the best token are. A row without a choice is NaN. Arguments
-    and errors are those of `sample_tokens`.
+    Filtered tokens are -inf. With temperature 0 all tokens but the best are -inf. A row without a choice is NaN.
+    Arguments and errors are as in `sample_tokens`.
     """
     refuse_gradients("filter_logits", logits, temperature, top_p, min_p)
     _check(logits, temperature, top_k, top_p, min_p, None)
     logits = logits.float()
     if logits.numel() == 0:
         return logits.clone()
-    log_min_p, is_greedy = None if min_p is None else min_p.log(), (temperature == 0)[:, None]
-    scores = torch_op.scaled(logits, temperature.masked_fill(is_greedy[:, 0], 1.0))
+    is_greedy = (temperature == 0)[:, None]
+    scores = definition.scaled(logits, temperature.masked_fill(is_greedy[:, 0], 1.0))
     if use_triton(logits):
         keys = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
-        best, lowest = _launch(logits, keys, temperature, top_k, top_p, log_min_p, None)
+        best, lowest = _launch(logits, keys, temperature, top_k, top_p, min_p, None)
     else:
         best = greedy_argmax(logits)
-        lowest = torch_op.lowest_kept(scores, top_k, top_p, log_min_p)
+        lowest = definition.lowest_kept(scores, top_k, top_p, min_p, torch.float32)
     scores.masked_fill_(scores < lowest[:, None], -torch.inf)
     sharp = torch.full_like(scores, -torch.inf).scatter_(1, best.clamp(min=0)[:, None], 0.0)
     return torch.where(is_greedy, sharp.masked_fill_((best < 0)[:, None], torch.nan), scores)
@@ -156,13 +200,9 @@ def _check(
     if vocab_size > MAX_VOCAB_SIZE:
         raise InvalidInputError(f"logits: {vocab_size} tokens a row, expected at most {MAX_VOCAB_SIZE}")
     check_tensor("temperature", temperature, (num_rows,), (torch.float32,), device)
-    for name, tensor, dtype in (
-        ("top_k", top_k, torch.int64),
-        ("top_p", top_p, torch.float32),
-        ("min_p", min_p, torch.float32),
-    ):
+    for (name, kind), tensor in zip(FILTERS.items(), (top_k, top_p, min_p), strict=True):
         if tensor is not None:
-            check_tensor(name, tensor, (num_rows,), (dtype,), device)
+            check_tensor(name, tensor, (num_rows,), (kind.dtype,), device)
     if penalties is not None:
         check_tensor("penalties.rows", penalties.rows, (num_rows,), (torch.int64,), device)
         check_tensor("penalties.counts", penalties.counts, ("num_tables", vocab_size), (torch.int32,), device)
@@ -176,12 +216,11 @@ def _launch(
     temperature: torch.Tensor,
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
-    log_min_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
     penalties: Penalties | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [num_rows], and the lowest scaled logit that the filters of each row keep, float32 [num_rows]."""
-    # Reads of a float32 logit: 4 bytes without filters, 8 with min_p, 12 with top_k or top_p, and 16 more for the few
-    # in whose bins a threshold lies. Penalties take a byte more each time.
+    """Return tokens, int64 [num_rows], and the lowest scaled logit that each row's filters keep, float32 [num_rows]."""
+    # limits.md says how many bytes of logits and penalties are read.
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     (num_rows, vocab_size), device = logits.shape, logits.device
@@ -195,6 +234,9 @@ def _launch(
         top_k = top_k.contiguous()
     if top_p is not None:
         top_p = top_p.contiguous()
+    log_min_p = None
+    if min_p is not None:
+        log_min_p = min_p.log()
     tensors: dict[str, Any] = {
         "logits_ptr": logits,
         "keys_ptr": keys.contiguous(),
@@ -237,7 +279,7 @@ def _launch(
 
     run(passes._best_of_chunk_kernel, (num_rows, num_chunks), BLOCK_TOKENS * 2)
     if has_cuts:
-        # Four programs an SM: each adds its counts to the row's once.
+        # Run only four programs an SM, because each adds its counts to the row's counts once.
         parts = min(triton.cdiv(4 * device_of(device).num_sms, num_rows), num_chunks)
         per_program = triton.cdiv(num_chunks, parts) * BLOCK_TOKENS
         run(passes._count_bins_kernel, (num_rows, parts), BLOCK_TOKENS, tokens_per_program=per_program)

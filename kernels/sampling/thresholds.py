@@ -1,9 +1,12 @@
-"""What the filters of a row keep: bounds from the counts of its bins, thresholds from the tokens listed between."""
+"""Thresholds of a row's filters: bounds from the counts of its bins, then a search of the listed tokens.
+
+`sample_tokens.py` launches these kernels; `row_functions.py` has the rule of each filter.
+"""
 
 from __future__ import annotations
 
-from ..common.compat import tl, triton
-from ..common.launch import wait_for_inputs
+from ..core.compat import tl, triton
+from ..core.launch import wait_for_inputs
 from .greedy_argmax import first_largest
 from .row_functions import (
     BINS_PER_UNIT,
@@ -19,9 +22,9 @@ from .row_functions import (
     scaled,
 )
 
-# Bounds of masses that come from bins are sums of 256 float32 values: off by 1e-4 at the most.
+# Relative margin for bounds of masses. A sum of 256 float32 values is off by at most 1e-4.
 _SLACK = tl.constexpr(1e-3)
-# 16 probes of 512 tokens are 32 a thread of 8 warps.
+# Keys that a round of the search tests: with 512 tokens, a thread of 8 warps compares 32 pairs.
 PROBES = tl.constexpr(16)
 
 
@@ -33,8 +36,10 @@ def _bound_kernel(
     bounds_ptr,  # int32 [num_rows, 4]
     vocab_size,
 ):
-    """One program finds, from the counts of a row's bins, how many bins from the top are kept whole, the last that may
-    keep a token, that in which the last of top_k stands (NUM_BINS for none), and how many tokens precede it.
+    """Find from the counts of a row's bins which bins are kept, one row a program.
+
+    Stores four numbers: how many bins from the top are kept whole; the last bin that may keep a token; the bin of the
+    last token of top_k (NUM_BINS for none); and how many tokens precede this bin.
     """
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
@@ -53,8 +58,8 @@ def _bound_kernel(
             most = tl.where(bins <= last_bin, most, 0.0)
             least = counts * tl.exp((bins + 1) / -BINS_PER_UNIT) * (1 - _SLACK)
             least = tl.where(bins < tl.minimum(last_bin, NUM_BINS - 1), least, 0.0)
-            # Of both ends, as near 1 the rest that top_p leaves out is known far better than its complement. The best
-            # token's mass alone is 1, and rounding takes less than 2^-42 of each.
+            # Bound the cut from both ends: if top_p is near 1, the mass that it leaves out is far more accurate than
+            # the mass that it keeps. The best token's mass alone is 1. Rounding takes less than 2^-42 from each token.
             total_most, total_least = tl.sum(most, axis=0), tl.maximum(tl.sum(least, axis=0), 1.0)
             rest_most = (1.0 - top_p) * total_most + vocab_size * 2.0**-42
             rest_least = (1.0 - top_p) * total_least
@@ -64,7 +69,7 @@ def _bound_kernel(
             by_head = tl.sum((tl.cumsum(least, 0) < top_p * total_most).to(tl.int32), axis=0)
             by_tail = tl.sum((tl.cumsum(most, 0, reverse=True) > rest_least).to(tl.int32), axis=0) - 1
             last = tl.minimum(last, tl.minimum(by_head, by_tail))
-            # One bin at the least is listed, with a token that is kept.
+            # List at least one bin, which has a kept token.
             last = tl.max(tl.where((bins <= last) & (counts > 0), bins, 0), axis=0)
             whole = tl.minimum(whole, last)
     tl.store(bounds_ptr + 4 * row, whole)
@@ -75,7 +80,7 @@ def _bound_kernel(
 
 @triton.jit
 def _listed_before(listed_z_ptr, length, key, BLOCK_LIST: tl.constexpr):
-    """How many of the list are nearer to the best token than `key`, and their mass."""
+    """Return how many listed tokens are nearer to the best token than `key`, and their mass."""
     count = tl.full((), 0, tl.int64)
     mass = tl.full((), 0, tl.int64)
     for start in range(0, length, BLOCK_LIST):
@@ -89,8 +94,9 @@ def _listed_before(listed_z_ptr, length, key, BLOCK_LIST: tl.constexpr):
 
 @triton.jit
 def _first_key(listed_z_ptr, length, low, high, preceding, target, BY_MASS: tl.constexpr, BLOCK_LIST: tl.constexpr):
-    """The smallest key from `low` to `high` with which `preceding` and the list up to it reach `target`, in tokens or
-    in mass; `high` where none does. Every round leaves a part in PROBES: 5 for the 20 bits of a bin at e^-8.
+    """Return the smallest key from `low` to `high` whose tokens reach `target`, in number or in mass; else `high`.
+
+    `preceding` counts what comes before the list. Every round divides the range by PROBES.
     """
     while low < high:
         step = (high - low) // PROBES + 1
@@ -120,7 +126,7 @@ def _last_key(
     vocab_size,
     BLOCK_LIST: tl.constexpr,
 ):
-    """The key of the last token of a row's list that top_k and top_p keep."""
+    """Return the key of the last token of a row's list that top_k and top_p keep."""
     nearest = tl.full((), 0x7F800000, tl.int32)
     farthest = tl.full((), 0, tl.int32)
     for start in range(0, length, BLOCK_LIST):
@@ -129,8 +135,8 @@ def _last_key(
         nearest = tl.minimum(nearest, tl.min(tl.where(offs < length, key, 0x7F800000), axis=0))
         farthest = tl.maximum(farthest, tl.max(key, axis=0))
 
-    # The list from here to `farthest` holds what is left; `wanted` tokens of it are among the top_k: all, if the last
-    # of top_k stands in no bin of the list, as under a mask that leaves fewer.
+    # Keys from `nearest` to `farthest` are left to search. `wanted` listed tokens are among the top_k: all of them if
+    # no listed bin holds the last token of top_k, as when a mask leaves fewer than top_k tokens.
     wanted = length
     if top_k_ptr is not None:
         top_k = tl.load(top_k_ptr + row)
@@ -156,7 +162,7 @@ def _last_key(
 def _best_listed(
     listed_z_ptr, listed_token_ptr, keys_ptr, row, length, lowest_kept, best, token, BLOCK_LIST: tl.constexpr
 ):
-    """The token drawn: `token` with the score `best`, or one of the list that is kept."""
+    """Return the drawn token: `token` with the score `best`, or a kept token of the list with a higher score."""
     for start in range(0, length, BLOCK_LIST):
         offs = start + tl.arange(0, BLOCK_LIST)
         z = tl.load(listed_z_ptr + offs, mask=offs < length, other=float("-inf"))
@@ -190,7 +196,7 @@ def _choose_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_LIST: tl.constexpr,
 ):
-    """One program searches a row's list for the thresholds, and takes the best token of the list and the chunks."""
+    """Search a row's list for the thresholds, then choose among the list and the chunks. One program takes one row."""
     wait_for_inputs()
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.network import DecoderLayer, family, rows_of
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import by_window, periodic_windows
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class ParallelLayer(DecoderLayer):
-    """Attention and MLP with the same input; both are added to the residual stream."""
+    """Attention and MLP with the same input; both results are added to the residual stream."""
 
     def forward(
         self,
@@ -46,15 +46,17 @@ def _cohere(hf: HfConfig) -> dict[str, Any]:
 
 
 def _cohere2(hf: HfConfig) -> dict[str, Any]:
-    """Command R7B and Command A (Cohere, 2025): three of four layers have a window and rotate; every fourth has
-    neither."""
+    """Command R7B and Command A (Cohere, 2025).
+
+    Three of four layers have a window and rotate; every fourth layer sees all tokens and does not rotate.
+    """
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
     ropes = by_window(windows, None, rope_config(hf, interleaved=True))
     return dict(**_fields(hf), window=windows, rope=ropes)
 
 
 def _fields(hf: HfConfig) -> dict[str, Any]:
-    """Return the fields that both share."""
+    """Return the fields that both families share."""
     return {
         "logits_scale": hf.number("logit_scale"),
         "eps": hf.number("layer_norm_eps"),
@@ -63,7 +65,7 @@ def _fields(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 COHERE = {
     "CohereForCausalLM": family("cohere", _cohere, layer_class=ParallelLayer),
     "Cohere2ForCausalLM": family("cohere2", _cohere2, layer_class=ParallelLayer),

@@ -1,4 +1,8 @@
-"""Keys of config.json that change what a decoder computes, with their neutral values."""
+"""Keys of config.json that change what a decoder computes, with their neutral values, and keys without effect.
+
+A key of `_WITHOUT_EFFECT` loads with any value. Another known key loads with its neutral value, or where a family reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -8,54 +12,53 @@ from functools import partial
 from typing import Any
 
 from paged.errors import UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import ACTIVATIONS, by_window, for_kind
 from paged.models.loading.hf_config import HfConfig
 
-# From decoders' configurations in transformers 5.23, and of well-known models with their own code. Keys of training,
-# outputs beside the logits and token ids are left out.
-# Off where null, false, 0 or empty.
+# Switches of decoders in transformers 5.23, and of well-known models with their own code. A switch is off if it is
+# null, false, 0 or empty. Keys that do not affect logits are left out: `_INERT` matches them.
 _SWITCHES = (
-    # biases
+    # Biases.
     *("attention_bias", "attention_out_bias", "use_attention_bias", "use_bias"),
     *("bias", "add_bias_linear", "lm_head_bias", "norm_bias", "decoder_bias"),
-    # which tokens see which
+    # Visibility of tokens.
     *("use_bidirectional_attention", "prefix_lm", "is_encoder_decoder", "add_cross_attention", "attention_chunk_size"),
     *("use_sliding_window", "sliding_window_pattern", "interleaved_sliding_window"),
     *("attention_window_size", "window_size", "local_attention", "global_attn_every_n_layers", "attention_types"),
     *("index_topk", "index_n_heads", "index_head_dim", "num_kv_shared_layers"),
-    # positions and rotation
+    # Positions and rotation.
     *("alibi", "use_alibi", "rope_local_base_freq", "layer_rope_theta", "compress_rope_theta"),
     *("rotary_value", "use_mem_rope", "mrope_section", "use_mrope"),
     *("use_learned_position_embeddings", "learned_pos_emb", "use_dynamic_ntk", "use_logn_attn", "nope_layer_interval"),
     *("no_rope_layer_interval", "attn_temperature_tuning", "log_scaling_n_floor"),
-    # norms, the residual stream and caps
+    # Norms, the residual stream and caps.
     *("use_sandwich_norm", "gated_norm_rank", "use_post_norm"),
     *("use_parallel_residual", "parallel_attn", "apply_residual_connection_post_layernorm", "rescale_every"),
     *("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "gate_soft_cap"),
     *("mlp_gate_softcap", "mlp_up_softcap", "moe_router_logit_softcapping", "router_logit_softcapping"),
     *("clip_qkv", "swiglu_limit", "swiglu_alpha", "activation_sparsity_pattern", "use_attention_gate"),
-    # other kinds of heads and layers
+    # Other kinds of heads and layers.
     *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "multi_query", "attention_k_eq_v"),
     *("swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "num_attention_heads_per_layer"),
     *("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input", "laurel_rank"),
     *("altup_num_inputs", "per_layer_config", "block_configs", "block_types", "attn_layer_period", "mamba_d_ssm"),
     *("full_attn_idxs", "attn_layer_indices", "linear_num_key_heads", "linear_num_value_heads"),
-    # experts
+    # Experts.
     *("n_shared_experts", "num_shared_experts"),
     *("moe_num_shared_experts", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size", "first_k_dense_replace"),
     *("num_dense_layers", "mlp_only_layers", "moe_layers", "moe_latent_size", "zero_expert_num", "use_expert_bias"),
     *("is_moe", "enable_moe_block", "use_double_wide_mlp", "moe_apply_router_weight_on_input"),
     *("moe_normalize_expert_weights",),
-    # packed weights
+    # Packed weights.
     *("quantization", "compression_config"),
-    # multipliers that are not plain factors of 1
+    # Multipliers whose neutral value is not 1.
     *("scale_embedding", "rescale_embeddings", "scale_depth", "dim_model_base", "mup_enabled", "mlp_multipliers"),
     *("normalize_embedding", "embedding_normalization", "attention_multiplier"),
 )
-# Neutral if null or 1.
+# Keys that are neutral if null or 1.
 _FACTORS = (
     *("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "lm_head_multiplier"),
     *("key_multiplier", "attention_in_multiplier", "attention_out_multiplier", "logits_mup_width_multiplier"),
@@ -73,7 +76,7 @@ def _is_interleaved(config: DecoderConfig) -> bool:
 
 
 def _of_experts(field: str) -> Callable[[DecoderConfig], Any]:
-    """Return a function that reads the field of all layers' experts; None if there are none, or they differ."""
+    """Return a function that reads the field of all layers' experts; None if no layer has experts, or they differ."""
 
     def read(config: DecoderConfig) -> Any:
         values = {getattr(moe, field) for moe in config.moe if moe is not None}
@@ -84,8 +87,8 @@ def _of_experts(field: str) -> Callable[[DecoderConfig], Any]:
     return read
 
 
-# Keys that only repeat a property of the configuration, often for the authors' own code: key -> that property. A value
-# that is false, 0 or empty is neutral too.
+# Key that only repeats a property of the configuration -> the property. Such keys often serve the authors' own code. A
+# value that is false, 0 or empty is neutral too.
 _STATED: dict[str, Callable[[DecoderConfig], Any]] = {
     **dict.fromkeys(
         ("use_qk_norm", "qk_norm", "qk_layernorm", "qk_ln"), lambda config: config.attention[0].qk_norm is not None
@@ -129,11 +132,12 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     ),
     **dict.fromkeys(("scoring_func", "score_function", "expert_selection_fn"), lambda value, _: value == "softmax"),
     "topk_method": lambda value, _: value == "greedy",
-    # Lower bounds of routing weights and of time steps: too small to act, and the published one.
+    # A floor for the sum of routing weights has no effect if it is this small.
     "moe_norm_min": lambda value, _: type(value) in (int, float) and value <= 1e-12,
+    # The smallest time step of all published models.
     **dict.fromkeys(("time_step_min", "mamba_dt_min"), lambda value, _: value == 0.001),
     **dict.fromkeys(("use_rope", "use_rotary", "scale_attn_weights", "is_causal"), lambda value, _: value is True),
-    # Empty, or an entry for each layer that agrees with the configuration.
+    # Lists are neutral if they are empty, or if the entry for each layer agrees with the configuration.
     "layer_types": lambda value, config: (
         value in ([], list(by_window(config.windows, "full_attention", "sliding_attention")))
     ),
@@ -143,7 +147,7 @@ _NEUTRAL: dict[str, Callable[[Any, DecoderConfig], bool]] = {
     "sliding_window": lambda value, config: type(value) is int and value >= config.max_position_embeddings,
 }
 COMPUTATION_KEYS = frozenset(_NEUTRAL)
-# Keys of training, outputs beside the logits, token ids and files.
+# Names of keys that do not affect logits: keys of training, other outputs, token ids and files.
 _INERT = re.compile(
     r"_.*|.*(_dropout|_pdrop|dropout_p|dropout|_token_id|_token_index|_loss_coef|jitter_noise|initializer\w*)"
     r"|architectures|auto_map|cache_implementation|id2label|label2id|model_max_length|output_\w+|pretraining_tp"
@@ -151,8 +155,8 @@ _INERT = re.compile(
     r"|[\w.]+_config"
 )
 
-# Unread keys of published models of our families that change nothing in transformers: of initialisation, training,
-# kernels and generation, and sizes that follow from others or belong to layers which the model does not have.
+# Keys of published models that no family reads, because transformers ignores them too. They control initialisation,
+# training, kernels or generation. Others give sizes that follow from other keys, or sizes of absent layers.
 _WITHOUT_EFFECT = frozenset(
     """attn_type_list aux_loss_alpha block_dim block_ffn_dim_multiplier block_mlp_init_scale block_multiple_of
     block_norm_eps block_use_swiglu chunk_size conv_dim conv_dim_out conv_use_xavier_init diversity_penalty
@@ -177,25 +181,25 @@ _WITHOUT_EFFECT = frozenset(
 def refuse_unread(hf: HfConfig, config: DecoderConfig) -> None:
     """Raise if a key that the family did not read would change the computation.
 
-    hf: after the family has read it as `config`.
+    hf: the config.json, after the family has read it as `config`.
 
     Raises:
-        UnsupportedError: the value of such a key is not neutral.
+        UnsupportedError: the value of an unread key is not neutral.
     """
     for key in unread_keys(hf, config):
         raise UnsupportedError(f"{hf.source}: {key} = {shown(hf.values[key])} is not supported for this architecture")
 
 
 def unread_keys(hf: HfConfig, config: DecoderConfig) -> list[str]:
-    """Return the unread keys whose values would change the computation; hf as in `refuse_unread`."""
+    """Return the unread keys whose values would change the computation; hf: see `refuse_unread`."""
     keys = sorted(hf.values.keys() & COMPUTATION_KEYS - hf.read_keys)
     return [key for key in keys if not _is_neutral(key, hf.values[key], config, hf)]
 
 
 def unknown_keys(hf: HfConfig) -> list[str]:
-    """Return the keys that this package does not know and that may matter to the architecture; hf as above.
+    """Return the keys that this package does not know and that may matter to the architecture; hf: see `refuse_unread`.
 
-    One that is null, false, 0 or empty does not.
+    A key whose value is null, false, 0 or empty does not matter.
     """
     unknown = hf.values.keys() - COMPUTATION_KEYS - hf.read_keys - _WITHOUT_EFFECT
     return sorted(key for key in unknown if hf.values[key] and not _INERT.fullmatch(key))
@@ -203,6 +207,6 @@ def unknown_keys(hf: HfConfig) -> list[str]:
 
 def _is_neutral(key: str, value: Any, config: DecoderConfig, hf: HfConfig) -> bool:
     if value is None:
-        return key != "is_causal"  # null is false in transformers
+        return key != "is_causal"  # transformers reads null as false
     is_off = key == "sliding_window" and hf.values.get("use_sliding_window") is False
     return is_off or bool(_NEUTRAL[key](value, config))

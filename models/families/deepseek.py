@@ -7,7 +7,7 @@ from math import sqrt
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.families.dense import query_growth
 from paged.models.families.network import family
 from paged.models.families.sigmoid_experts import after_dense, by_mlp_layer_types, grouped_experts, sigmoid_experts
@@ -16,26 +16,28 @@ from paged.models.layers.decoder_config import count_layers, for_kind, moe_confi
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig
 
-# Letters of `index_topk_pattern`, and the types of layers that they stand for.
+# Letter of `index_topk_pattern` -> type of layer.
 _INDEXER_LETTERS = {"F": "full", "S": "shared"}
 
 
-def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[str, Any]:
+def latent_attention(
+    hf: HfConfig, index: IndexConfig | None = None, *, reads_head_dim: bool = True, minimum_rope_dim: int = 1
+) -> dict[str, Any]:
     """Return the fields of attention.
 
-    The norms within it have their own eps, 1e-6 in the authors' code and in transformers, whatever rms_norm_eps says.
-    With yarn, scores also grow with the square of its magnitude by `mscale_all_dim`.
+    Norms inside attention have eps 1e-6, whatever rms_norm_eps says, as in the authors' code and in transformers. With
+    yarn, scores also grow with the square of its magnitude by `mscale_all_dim`.
+
+    reads_head_dim: whether `head_dim` may repeat a size of attention. minimum_rope_dim: least `qk_rope_head_dim`.
     """
     num_heads = hf.integer("num_attention_heads")
     if (kv_heads := hf.integer("num_key_value_heads", num_heads)) != num_heads:
         raise UnsupportedError(f"{hf.source}: num_key_value_heads {kv_heads}, expected num_attention_heads {num_heads}")
     rank = hf.integer("kv_lora_rank")
-    nope, rope = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim")
-    # Published files repeat one of these sizes. transformers rotates by it, and if it is null by the hidden size.
-    hf.choice("head_dim", rope, nope, nope + rope)
-    if "head_dim" in hf.values and hf.values["head_dim"] is None and hf.integer("hidden_size") // num_heads != rope:
-        raise UnsupportedError(f"{hf.source}: head_dim null, expected {rope} or no such key")
-    hf.value("qk_head_dim")  # repeats the sum; nothing reads it
+    nope, rope = hf.integer("qk_nope_head_dim"), hf.integer("qk_rope_head_dim", minimum=minimum_rope_dim)
+    if reads_head_dim:
+        _check_head_dim(hf, rope, nope)
+    hf.value("qk_head_dim")  # repeats nope + rope; nothing reads it
     v_head_dim = hf.integer("v_head_dim", hf.integer("hidden_size") // num_heads)
     for key, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
         if size % 16 or size > 512:
@@ -57,10 +59,21 @@ def _latent_attention(hf: HfConfig, index: IndexConfig | None = None) -> dict[st
     }
 
 
+def _check_head_dim(hf: HfConfig, rope: int, nope: int) -> None:
+    """Raise UnsupportedError unless head_dim is absent or one of the three sizes in published files.
+
+    If head_dim is null, transformers takes hidden size / heads as the number of rotated elements.
+    """
+    hf.choice("head_dim", rope, nope, nope + rope)
+    is_null = "head_dim" in hf.values and hf.values["head_dim"] is None
+    if is_null and hf.integer("hidden_size") // hf.integer("num_attention_heads") != rope:
+        raise UnsupportedError(f"{hf.source}: head_dim null, expected {rope} or no such key")
+
+
 def _deepseek_v2(hf: HfConfig) -> dict[str, Any]:
-    """DeepSeek-V2 and V2-Lite (2024): softmax routing, for some from the best groups, and shared experts."""
+    """DeepSeek-V2 and V2-Lite (2024): softmax routing, in some models from the best groups, and shared experts."""
     return dict(
-        **_latent_attention(hf),
+        **latent_attention(hf),
         rope=rope_config(hf, interleaved=True),
         mlp_bias=hf.flag("mlp_bias"),
         moe=after_dense(hf, _softmax_experts(hf)),
@@ -96,25 +109,27 @@ def _softmax_experts(hf: HfConfig) -> MoeConfig:
 
 
 def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
-    """DeepSeek-V3, V3.1 and R1 (2024), Kimi K2 (Moonshot AI, 2025): sigmoid routing with a bias; GLM-4.7-Flash (Z.ai,
-    2026): the same, with `mlp_layer_types`."""
+    """DeepSeek-V3, V3.1 and R1 (2024), Kimi K2 (Moonshot AI, 2025): sigmoid routing with a bias.
+
+    GLM-4.7-Flash (Z.ai, 2026) is the same, with `mlp_layer_types`.
+    """
     rope = rope_config(hf, interleaved=hf.flag("rope_interleave", True))
-    return dict(**_latent_attention(hf), rope=rope, moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
+    return dict(**latent_attention(hf), rope=rope, moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
 
 
 def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
-    """DeepSeek-V3.2 (2025): V3 with an indexer in every layer, whose heads rotate by halves."""
+    """DeepSeek-V3.2 (2025): V3 with an indexer in every layer. The indexer's heads rotate by halves."""
     return _with_indexer(hf, interleaved=False)
 
 
 def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
-    """GLM-5 (Z.ai, 2026): as DeepSeek-V3.2; heads of the indexer rotate in neighbouring pairs.
+    """GLM-5 (Z.ai, 2026): DeepSeek-V3.2, but the indexer's heads rotate in neighbouring pairs.
 
-    GLM-5.2 has an indexer in some layers; the others attend to the keys that the nearest one before them chose.
+    GLM-5.2 has an indexer in some layers; the others attend to the keys that the nearest earlier indexer chose.
     """
     hf.choice("indexer_rope_interleave", True)
     hf.choice("moe_router_dtype", "float32")
-    hf.value("index_share_for_mtp_iteration")  # of the layers that predict further ahead
+    hf.value("index_share_for_mtp_iteration")  # acts in multi-token layers alone
     fields = _with_indexer(hf, interleaved=True)
     with_indexer: LatentConfig = fields["latent"]
     without_indexer = replace(with_indexer, index=None, shares_choice=True)
@@ -124,11 +139,11 @@ def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
 def _indexer_types(hf: HfConfig) -> list[str]:
     """Return for each layer "full", with an indexer, or "shared", without.
 
-    By `indexer_types`, else by the letters of `index_topk_pattern`, else by `index_topk_freq`: from layer
-    `index_skip_topk_offset` - 1 on, one of so many layers has an indexer, as have all layers before it.
+    The key is `indexer_types`; without it, the letters of `index_topk_pattern`; without both, `index_topk_freq`: all
+    layers before layer `index_skip_topk_offset` - 1 have an indexer, and one of `index_topk_freq` layers from there on.
 
     Raises:
-        CheckpointError: there are not as many types as layers, one is unknown, or the first is not "full".
+        CheckpointError: there are not as many types as layers, a type is unknown, or the first is not "full".
     """
     num_layers = count_layers(hf)
     frequency = hf.integer("index_topk_freq", 1)
@@ -156,10 +171,10 @@ def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
         raise UnsupportedError(f"{hf.source}: layer type {min(kinds)!r}, known is 'indexed_attention'")
     head_dim = hf.integer("index_head_dim")
     index = IndexConfig(hf.integer("index_n_heads"), head_dim, hf.integer("index_topk"), interleaved)
-    fields = _latent_attention(hf, index)
+    fields = latent_attention(hf, index)
     if head_dim < fields["latent"].rope_dim:
         raise CheckpointError(f"{hf.source}: index_head_dim {head_dim} is less than qk_rope_head_dim")
-    hf.integer("q_lora_rank")  # the indexer reads the queries' latent
+    hf.integer("q_lora_rank")  # required: the indexer reads the queries' latent
     return dict(**fields, rope=rope_config(hf, interleaved=True), moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
 
 
@@ -168,10 +183,10 @@ def _mistral4(hf: HfConfig) -> dict[str, Any]:
     moe = grouped_experts(hf, sums_two_best=True)
     rope = rope_config(hf, is_partial=True, interleaved=hf.flag("rope_interleave"))
     share = hf.integer("qk_rope_head_dim") / (hf.integer("qk_nope_head_dim") + hf.integer("qk_rope_head_dim"))
-    if (rotated := rope_section(hf).number("partial_rotary_factor", share)) != share:  # of all a head's dimensions
+    if (rotated := rope_section(hf).number("partial_rotary_factor", share)) != share:  # relative to the complete head
         raise CheckpointError(f"{hf.source}: partial_rotary_factor {rotated}, expected {share}")
     return dict(
-        **_latent_attention(hf),
+        **latent_attention(hf),
         rope=replace(rope, fraction=1.0),
         query_growth=query_growth(hf),
         moe=after_dense(hf, moe),
@@ -182,14 +197,14 @@ def _minicpm3(hf: HfConfig) -> dict[str, Any]:
     """MiniCPM3 (OpenBMB, 2024): no experts; multipliers as in MiniCPM (Hu et al., 2024)."""
     hidden, no_scale = hf.integer("hidden_size"), sqrt(count_layers(hf))
     return dict(
-        **_latent_attention(hf),
+        **latent_attention(hf),
         embedding_scale=hf.number("scale_emb"),
         residual_scale=hf.number("scale_depth", no_scale) / no_scale,
         logits_scale=hf.integer("dim_model_base", hidden) / hidden,
     )
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 DEEPSEEK = {
     "DeepseekV2ForCausalLM": family("deepseek_v2", _deepseek_v2),
     "DeepseekV3ForCausalLM": family("deepseek_v3", _deepseek_v3),
@@ -199,5 +214,5 @@ DEEPSEEK = {
     "MiniCPM3ForCausalLM": family("minicpm3", _minicpm3),
     "Mistral4ForCausalLM": family("mistral4", _mistral4),
 }
-# A text part of multimodal models that has no architecture of its own.
+# Text part of multimodal models; it has no architecture of its own.
 DEEPSEEK_PARTS = (family("deepseek_ocr2_text", _deepseek_ocr),)

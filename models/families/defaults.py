@@ -1,7 +1,7 @@
-"""Values for keys that a config.json omits: by family, as in transformers 5.23.
+"""Values for keys that a config.json omits, by family, as in transformers 5.23.
 
-They are not read from transformers, because a checkpoint must mean the same where it is not installed. No key can be
-required: transformers 4 wrote of a text_config only what differs from these values, such as the vocabulary's size of
+They are copied, because a checkpoint must mean the same where transformers is not installed. Every key may be absent:
+transformers 4 omits from a text_config all values that equal the default, such as the vocabulary's size of
 llava-hf/llava-1.5-7b-hf.
 """
 
@@ -21,10 +21,13 @@ _QWEN = (151_936, 4096, 22_016, 32, 32, 32)
 _QWEN_VL = (152_064, 8192, 29_568, 80, 64, 8, None, 32_768, 1e-5, 1e6)
 _HUNYUAN = (290_943, 4096, 11_008, 32, 32, None, None, 2048, 1e-5, 1e4)
 _GLM = (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072, 1.5625e-7, 1e4)
-# model_type -> values of _KEYS. None: num_key_value_heads is the number of heads; head_dim is hidden size / heads.
+# model_type -> values of _KEYS. If the number of KV heads is None, there are as many as query heads. If head_dim is
+# None, it is hidden size / heads.
 _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "apertus": (131_072, 4096, 14_336, 32, 32, None, None, 65_536, 1e-5, 1.2e7),
     "arcee": (32_000, 2560, 18_432, 32, 32, None, None, 4096, 1e-5, 1e4),
+    "bamba": (128_000, 4096, 14_336, 32, 32, 8, None, 262_144, 1e-5, 1e4),
+    "bailing_hybrid": (157_184, 2560, 6144, 42, 32, 32, 128, 262_144, 1e-6, 6e6),
     "cohere": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 5e5),
     "cohere2": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 1e4),
     "deepseek_ocr2_text": (102_400, 4096, 11_008, 32, 32, None, None, 2048, 1e-6, 1e4),
@@ -48,6 +51,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "glm4_moe": (151_552, 4096, 10_944, 46, 96, 8, None, 131_072, 1e-5, 1e4),
     "glm4v_moe_text": (151_424, 4096, 10_944, 46, 96, 8, None, 65_536, 1e-5, 1e4),
     "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2, None, 32_768, 1e-5, 1e4),
+    "glm5_next_text": (154_880, 4096, 12_288, 45, 64, 64, None, 1_048_576, 1e-5, 1e4),
     "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8, None, 131_072, 1e-5, 1e4),
     "gpt_oss": (201_088, 2880, 2880, 36, 64, 8, 64, 131_072, 1e-5, 150_000.0),
     "granite": (*_LLAMA_4K, 2048, 1e-6, 1e4),
@@ -58,9 +62,11 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": _HUNYUAN,
     "hy_v3": (120_832, 4096, 13_312, 80, 64, 8, 128, 131_072, 1e-5, 11_158_840.0),
+    "kimi_linear": (163_840, 2304, 9216, 27, 32, 32, None, 1_048_576, 1e-5, 1e4),
     "laguna": (100_352, 2048, 8192, 40, 48, 8, 128, 131_072, 1e-6, 5e5),
     "lfm2": (65_536, 2560, 12_288, 32, 32, 8, None, 128_000, None, 1e6),
     "lfm2_moe": (65_536, 2048, 7168, 32, 32, 8, None, 128_000, None, 1e6),
+    "lfm3": (128_000, 2048, 7680, 24, 16, 4, 128, 128_000, None, 1e6),
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
     "mimo_v2_flash": (152_576, 4096, 16_384, 48, 64, 4, 192, 131_072, 1e-5, 5e6),
@@ -108,6 +114,10 @@ _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
+_LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+}
 _LAGUNA_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
@@ -128,6 +138,10 @@ _LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
     "rope_interleave": True,
 }  # fmt: skip
+_KIMI = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
 _DEEPSEEK_V3 = {
     **_LATENT, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 8,
     "topk_group": 4, "routed_scaling_factor": 2.5, "moe_intermediate_size": 2048, "norm_topk_prob": True,
@@ -145,10 +159,16 @@ _MAMBA = {
     "mamba_expand": 2,
 }  # fmt: skip
 _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
-# model_type -> other keys, except those whose default is null, false or empty.
+# model_type -> other keys whose default is not null, false or empty.
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE},
     "arcee": {"hidden_act": "relu2"},
+    "bailing_hybrid": {
+        **_KIMI, "n_group": 8, "topk_group": 4, "n_routed_experts": 512, "moe_intermediate_size": 768,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1,
+        "short_conv_kernel_size": 4, "layer_group_size": 6, "kda_safe_gate": True, "kda_lower_bound": -5.0,
+    },
+    "bamba": _MAMBA,
     "cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True},
     "cohere2": {
         "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "sliding_window": 4096,
@@ -210,6 +230,13 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "glm4_moe": {**_GLM4_MOE, "num_nextn_predict_layers": 1},
     "glm4v_moe_text": {**_GLM4_MOE, "attention_bias": True},
+    "glm5_next_text": {
+        **_DEEPSEEK_V3, "q_lora_rank": 1536, "qk_rope_head_dim": 0, "qk_nope_head_dim": 256, "v_head_dim": 256,
+        "n_routed_experts": 288, "n_group": 1, "topk_group": 1, "index_topk": 2048, "index_head_dim": 128,
+        "index_n_heads": 32, "index_kpool": 16, "index_kpool_always_select_tail": True, "swiglu_limit": 10.0,
+        "linear_head_dim": 128, "linear_num_heads": 64, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+        "hc_mult": 4, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20,
+    },
     "gpt_oss": {
         "num_experts": 128, "num_experts_per_tok": 4, "sliding_window": 128, "attention_bias": True,
         "rope_parameters": _GPT_OSS_ROPE,
@@ -222,6 +249,10 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "hy_v3": {
         "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "num_experts": 192, "num_experts_per_tok": 8,
         "num_shared_experts": 1, "router_scaling_factor": 2.826,
+    },
+    "kimi_linear": {
+        **_KIMI, "n_routed_experts": 256, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
     },
     "laguna": {
         "sliding_window": 512, "rope_parameters": _LAGUNA_ROPE, "moe_intermediate_size": 512, "num_experts": 256,
@@ -236,6 +267,10 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 3, "moe_intermediate_size": 1792,
         "num_dense_layers": 2, "num_experts_per_tok": 4, "num_experts": 32, "routed_scaling_factor": 1.0,
         "norm_topk_prob": True,
+    },
+    "lfm3": {
+        "norm_eps": 1e-5, "tie_word_embeddings": True, "conv_L_cache": 7, "sliding_window": 256,
+        "use_sandwich_norm": True, "use_attention_gate": True, "rope_parameters": _LFM3_ROPE,
     },
     "llama4_text": {
         "intermediate_size_mlp": 16_384, "num_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True,

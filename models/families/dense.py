@@ -1,6 +1,6 @@
 """Families without experts; they differ from Llama only in fields of `decoder_config`.
 
-A family with fields of another joins them in `dict(**others, name=value)`, which refuses a field that is given twice.
+A family that extends another joins both fields by `dict(**others, name=value)`, which refuses a field given twice.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paged.models.layers.rope import rope_config, rope_section, ropes_by_window
 from paged.models.loading.hf_config import HfConfig
 
 NO_BIAS = {"qkv_bias": False, "o_bias": False}
-# Norms of Hunyuan's heads.
+# Patterns in checkpoint names -> names here: the norms of query and key heads in Hunyuan, the MLP in StarCoder2.
 HUNYUAN_RENAMES = {r"\.query_layernorm\.": ".q_norm.", r"\.key_layernorm\.": ".k_norm."}
 _STARCODER_RENAMES = {r"\.mlp\.c_fc\.": ".mlp.up_proj.", r"\.mlp\.c_proj\.": ".mlp.down_proj."}
 _GLM4_NORMS = {"after_attention": "post_self_attn_layernorm", "after_mlp": "post_mlp_layernorm"}
-# Norms only after attention and MLP.
+# `DecoderConfig` fields of families with norms only after attention and MLP.
 NORMS_AFTER: dict[str, Any] = {
     "before_attention": None,
     "after_attention": "post_attention_layernorm",
@@ -39,7 +39,7 @@ NORMS_AFTER: dict[str, Any] = {
 
 
 def _apertus(hf: HfConfig) -> dict[str, Any]:
-    """Apertus (Swiss AI Initiative, 2025): MLPs without a gate, whose activation has learned parameters."""
+    """Apertus (Swiss AI Initiative, 2025): MLPs without a gate, with an activation that has learned parameters."""
     return {
         "gated": False,
         "activation": PLAIN_ACTIVATIONS[hf.choice("hidden_act", "xielu")],
@@ -60,7 +60,7 @@ def _no_gate(hf: HfConfig) -> dict[str, Any]:
 
 
 def _ernie(hf: HfConfig) -> dict[str, Any]:
-    """ERNIE 4.5 (Baidu, 2025): heads rotate in neighbouring pairs; one key for all biases."""
+    """ERNIE 4.5 (Baidu, 2025): heads rotate in neighbouring pairs; one key sets all biases."""
     has_bias = hf.flag("use_bias")
     return {
         "rope": rope_config(hf, interleaved=True),
@@ -71,7 +71,7 @@ def _ernie(hf: HfConfig) -> dict[str, Any]:
 
 
 def _exaone4(hf: HfConfig) -> dict[str, Any]:
-    """EXAONE 4 (LG AI Research, 2025): norms after attention and MLP, and of heads."""
+    """EXAONE 4 (LG AI Research, 2025): norms after attention and MLP, and norms of heads."""
     return dict(**NORMS_AFTER, **exaone_attention(hf))
 
 
@@ -106,8 +106,10 @@ def _gemma(hf: HfConfig) -> dict[str, Any]:
 
 
 def _gemma2(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, soft caps of scores and logits, a window in
-    every second layer from the first on."""
+    """Gemma 2 (Gemma Team, 2024): norms before and after attention and MLP, soft caps of scores and logits.
+
+    Every second layer, beginning with the first, has a window.
+    """
     window = hf.optional_integer("sliding_window")
     return dict(
         **gemma_fields(hf),
@@ -119,8 +121,10 @@ def _gemma2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _gemma3(hf: HfConfig) -> dict[str, Any]:
-    """Gemma 3 (Gemma Team, 2025), text only: every sixth layer sees all tokens; the others have a window and another
-    rotation."""
+    """Gemma 3 (Gemma Team, 2025), text only.
+
+    Every sixth layer sees all tokens; the others have a window and another rotation.
+    """
     windows = periodic_windows(hf, hf.integer("sliding_window_pattern"))
     ropes = ropes_by_window(hf, hf.number("rope_local_base_freq"))
     return dict(
@@ -162,7 +166,7 @@ def _glm4v(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm_ocr(hf: HfConfig) -> dict[str, Any]:
-    """Text part of GLM-OCR (GLM Team, 2026): that of GLM-4.1V without biases."""
+    """Text part of GLM-OCR (GLM Team, 2026): the text part of GLM-4.1V without biases."""
     num_mtp_layers = hf.integer("num_nextn_predict_layers", 0, minimum=0)
     return dict(**_glm_fields(hf), **_GLM4_NORMS, qkv_bias=False, num_mtp_layers=num_mtp_layers)
 
@@ -192,8 +196,10 @@ def _helium(hf: HfConfig) -> dict[str, Any]:
 
 
 def hunyuan(hf: HfConfig) -> dict[str, Any]:
-    """Hunyuan (Tencent, 2025): norms of heads after their rotation, whose type "dynamic" with an `alpha` has a larger
-    theta, at any length."""
+    """Hunyuan (Tencent, 2025): heads rotate before their norms.
+
+    The rotation of type "dynamic" with an `alpha` has a larger theta, at any length.
+    """
     rope, section, size = rope_config(hf), rope_section(hf), read_head_dim(hf)
     is_dynamic = section.text("rope_type", section.text("type", "default")) == "dynamic"
     if is_dynamic and section.value("alpha") is not None:
@@ -206,7 +212,7 @@ def hunyuan(hf: HfConfig) -> dict[str, Any]:
 
 
 def mistral(hf: HfConfig) -> dict[str, Any]:
-    """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`; if it is null, they see all tokens."""
+    """Mistral (Jiang et al., 2023): all layers have the window `sliding_window`, or none if it is null."""
     return dict(**NO_BIAS, window=hf.optional_integer("sliding_window"))
 
 
@@ -222,7 +228,7 @@ def _ministral3(hf: HfConfig) -> dict[str, Any]:
 
 
 def query_growth(hf: HfConfig) -> QueryGrowth:
-    """Return the growth that the object of the rotation names."""
+    """Return the growth of queries that the rotation's section gives."""
     rope = rope_section(hf)
     weight = rope.number("llama_4_scaling_beta", may_be_zero=True)
     return QueryGrowth(weight, rope.integer("original_max_position_embeddings"), offset=0)
@@ -247,14 +253,14 @@ def _olmo2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _olmo3(hf: HfConfig) -> dict[str, Any]:
-    """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window in three of four layers; these do not scale their rotation."""
+    """OLMo 3 (OLMo Team, 2025): OLMo 2 with a window, and an unscaled rotation, in three of four layers."""
     windows = periodic_windows(hf, 4)
     ropes = ropes_by_window(hf, hf.defaults["rope_theta"])
     return dict(**_olmo2(hf), window=windows, rope=by_window(windows, *ropes))
 
 
 def _phi3(hf: HfConfig) -> dict[str, Any]:
-    """Phi-3 (Abdin et al., 2024) and Phi-4: checkpoints store QKV as one tensor, and gate and up as one.
+    """Phi-3 (Abdin et al., 2024) and Phi-4: a checkpoint stores QKV as one tensor, and gate and up as one.
 
     Only part of each head rotates; longrope scaling is possible.
     """
@@ -290,7 +296,7 @@ def window_if_used(hf: HfConfig) -> int | None:
 
 
 def _seed_oss(hf: HfConfig) -> dict[str, Any]:
-    """Seed-OSS (ByteDance, 2025): the projection after attention has a bias of its own setting."""
+    """Seed-OSS (ByteDance, 2025): a separate key sets the bias of the projection after attention."""
     return {
         "qkv_bias": hf.flag("attention_bias"),
         "o_bias": hf.flag("attention_out_bias"),
@@ -314,7 +320,7 @@ def _starcoder2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _smollm3(hf: HfConfig) -> dict[str, Any]:
-    """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only these may have a window."""
+    """SmolLM3 (Hugging Face, 2025): every fourth layer does not rotate; only such layers can have a window."""
     rotates, rope, window = rotating_layers(hf), rope_config(hf), window_if_used(hf)
     return {
         "rope": for_kind(rotates, 1, rope),
@@ -323,7 +329,7 @@ def _smollm3(hf: HfConfig) -> dict[str, Any]:
     }
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 DENSE = {
     "ApertusForCausalLM": family("apertus", _apertus),
     "ArceeForCausalLM": family("arcee", _arcee),
@@ -350,7 +356,7 @@ DENSE = {
     "SmolLM3ForCausalLM": family("smollm3", _smollm3),
     "Starcoder2ForCausalLM": family("starcoder2", _starcoder2, _STARCODER_RENAMES),
 }
-# Text parts of multimodal models that have no architecture of their own.
+# Text parts of multimodal models; they have no architecture of their own.
 DENSE_PARTS = (
     family("glm4v_text", _glm4v),
     family("glm_ocr_text", _glm_ocr),

@@ -1,8 +1,8 @@
 """Draft heads: one decoder layer that guesses further tokens from the target's hidden states.
 
 The input at position j is the embedding of token j and the target's hidden state of token j - 1. So a head's keys and
-values depend on the tokens up to j alone, as the target's do, and lie in the same blocks: whoever shares, forks, swaps
-or truncates a sequence does it for both. Position 0 has no input, and attention leaves it out.
+values depend on the tokens up to j alone, like the target's, and lie in the same blocks. Sharing, forking, swapping or
+truncating a sequence therefore covers the head too. Position 0 has no input, and attention leaves it out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.network import DecoderLayer, Network, quantize, rows_of
 from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, stream_norm
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class HeadNames:
     """Names of a multi-token head's tensors in a checkpoint, and how it combines its inputs.
 
     Attributes:
-        prefix: of all of its tensors; {} is the target's number of layers.
+        prefix: prefix of all tensors of the head; {} stands for the target's number of layers.
         layer: further prefix of the decoder layer.
-        token_norm, hidden_norm, projection: what joins embedding and hidden state.
+        token_norm, hidden_norm, projection: modules that join embedding and hidden state.
         embedding, lm_head: copies of the target's, which may be absent.
         hidden_first: whether the projection takes the hidden state before the embedding.
-        normed: whether the hidden state that the head reads after its own draft is that after the final norm.
+        normed: whether the head, after its own draft, reads its hidden state after the final norm.
     """
 
     prefix: str
@@ -49,7 +49,7 @@ class HeadNames:
     normed: bool = False
 
 
-# By model_type of the target. GLM's names are DeepSeek-V3's (2024).
+# model_type of the target -> the head's tensor names. GLM has the names of DeepSeek-V3 (2024).
 MULTI_TOKEN_HEADS: Mapping[str, HeadNames] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), HeadNames("model.layers.{}")),
     "mimo": HeadNames(
@@ -103,7 +103,7 @@ class _LatentAttention(LatentAttention):
         self._whole_attention, self.attend = self.attend, self._attend_from_1
 
     def _split(self, metadata: AttentionMetadata) -> None:
-        """Expand no latents: that attention sees position 0."""
+        """Expand no latents, because expanded attention sees position 0."""
 
     def _attend_from_1(self, q: torch.Tensor, kv_cache: torch.Tensor, *, out: torch.Tensor, **options: Any) -> None:
         _, lse = self._whole_attention(q, kv_cache, **options, out=out, return_lse=True)
@@ -122,9 +122,9 @@ def _first_blocks(num_tokens: int, options: Mapping[str, Any]) -> torch.Tensor:
 def _leave_out(
     out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> None:
-    """Take the share of one key of each token out of `out`, the attention over it and others.
+    """Remove the share of one key per token from `out`, the attention over this key and others.
 
-    With the weight w of its value v, (out - w v) / (1 - w) is the softmax over the others.
+    If w is the weight of its value v, (out - w v) / (1 - w) is the softmax over the other keys.
 
     keys, values: float32 [num_tokens, num_kv_heads, size].
     """
@@ -166,7 +166,7 @@ class _EagleLayer(_Layer):
     def run(
         self, tokens: torch.Tensor, hidden: torch.Tensor, metadata: AttentionMetadata, outputs: OutputRows | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (hidden, residual) after the layer, the former yet to be added."""
+        """Return (hidden, residual) after the layer; hidden is not yet added to the residual."""
         assert self.before_attention is not None
         assert self.before_mlp is not None
         normed = self.hidden_norm(hidden)[0]
@@ -180,12 +180,12 @@ class _EagleLayer(_Layer):
 
 
 class MultiTokenHead(DraftHead):
-    """A head of the target's own checkpoint, which it runs again and again for several drafts."""
+    """A head in the target's own checkpoint; several drafts run it repeatedly."""
 
     layer: _Layer
 
     def __init__(self, target: Network, config: DecoderConfig, names: HeadNames) -> None:
-        """config: the target's, with one layer more."""
+        """config: the target's configuration with one more layer."""
         super().__init__(target, config, _Layer(config, config.num_layers - 1), config.vocab_size)
         self.names, self.prefix = names, names.prefix.format(config.num_layers - 1)
         self.layer_prefix = f"{self.prefix}.{names.layer}".removesuffix(".")
@@ -211,20 +211,20 @@ class MultiTokenHead(DraftHead):
             return normed, normed
         return normed, stream
 
-    def weight_slots(self) -> WeightSlots:
+    def destinations(self) -> Destinations:
         names, prefix = self.names, self.prefix
-        slots = self.layer.weight_slots(self.layer_prefix) | self.projection.weight_slots(prefix)
+        destinations = self.layer.destinations(self.layer_prefix) | self.projection.destinations(prefix)
         norms = {names.token_norm: self.token_norm, names.hidden_norm: self.hidden_norm, names.norm: self.norm}
         for name, norm in norms.items():
-            slots |= norm.weight_slots(f"{prefix}.{name}")
+            destinations |= norm.destinations(f"{prefix}.{name}")
         for name, copy in ((names.embedding, self.embed_tokens), (names.lm_head, self.lm_head)):
             if copy is not None:
-                slots[f"{prefix}.{name}.weight"] = copy
-        return slots
+                destinations[f"{prefix}.{name}.weight"] = copy
+        return destinations
 
 
 class Eagle3Head(DraftHead):
-    """A head of a folder of its own, which reads the inputs of several of the target's layers (EAGLE-3)."""
+    """A head in a folder of its own, which reads the inputs of several of the target's layers (EAGLE-3)."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Eagle3Head(DraftHead):
         norms_residual: bool,
         layer_name: str,
     ) -> None:
-        """config: of the head, with one layer. layer_name: of the layer in the checkpoint."""
+        """config: configuration of the head, with one layer. layer_name: name of the layer in the checkpoint."""
         super().__init__(target, config, _EagleLayer(config, 0, norms_residual=norms_residual), num_logits)
         self.taps, self.layer_name = taps, layer_name
         self.fc = Linear(len(taps) * target.config.hidden_size, {"fc": config.hidden_size})
@@ -257,14 +257,14 @@ class Eagle3Head(DraftHead):
         normed, stream = self.norm(*self.layer.run(self.embed(input_ids), features, metadata, outputs))
         return normed, stream
 
-    def weight_slots(self) -> WeightSlots:
+    def destinations(self) -> Destinations:
         assert isinstance(self.layer, _EagleLayer)
-        slots = self.layer.weight_slots(self.layer_name) | self.layer.hidden_norm.weight_slots(
+        destinations = self.layer.destinations(self.layer_name) | self.layer.hidden_norm.destinations(
             f"{self.layer_name}.hidden_norm"
         )
-        slots |= self.norm.weight_slots("norm") | self.fc.weight_slots("")
+        destinations |= self.norm.destinations("norm") | self.fc.destinations("")
         copies = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head, "d2t": self.offsets}
         for name, copy in copies.items():
             if copy is not None:
-                slots[name] = copy
-        return slots
+                destinations[name] = copy
+        return destinations

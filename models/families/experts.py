@@ -1,6 +1,6 @@
 """Families with experts by softmax; they differ from Llama only in fields of `decoder_config` and names of weights.
 
-Fields are joined as in `dense`: none is given twice.
+Fields are joined as in `dense`, which refuses a field given twice.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from paged.models.layers.decoder_config import (
 from paged.models.layers.rope import rope_config, rope_section
 from paged.models.loading.hf_config import HfConfig
 
-# Constants of `fused_moe`'s clamped SwiGLU, and renormalised weights of the chosen experts.
+# Only these values are supported: `fused_moe` has the constants of the clamped SwiGLU built in, and the routing
+# renormalises the chosen weights.
 _GPT_OSS_BUILT_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "hidden_act": "silu", "norm_topk_prob": True}
-# Published names; transformers' own names for experts and router are accepted too.
+# Published tensor names -> names here. transformers' own names for experts and router are accepted too.
 GRANITE_RENAMES = {
     r"\.block_sparse_moe\.input_linear\.weight$": ".mlp.experts.gate_up_proj",
     r"\.block_sparse_moe\.output_linear\.weight$": ".mlp.experts.down_proj",
@@ -48,9 +49,11 @@ MIXTRAL_NAMES = {"gate_name": "w1", "up_name": "w3", "down_name": "w2"}
 
 
 def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
-    """ERNIE 4.5 MoE (Baidu, 2025): a bias chooses experts by softmax; every `moe_layer_interval`-th layer of a range
-    has experts, and shared ones."""
-    hf.choice("use_bias", False)  # the head would have one too
+    """ERNIE 4.5 MoE (Baidu, 2025): softmax routing with a bias that only chooses, and shared experts.
+
+    Every `moe_layer_interval`-th layer of a range has experts.
+    """
+    hf.choice("use_bias", False)  # true would also give the head a bias
     size, layers = hf.integer("moe_intermediate_size"), count_layers(hf)
     moe = moe_config(
         hf,
@@ -77,7 +80,7 @@ def _ernie_moe(hf: HfConfig) -> dict[str, Any]:
 def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
     """gpt-oss (OpenAI, 2025): attention with sinks, experts with biases.
 
-    Every second layer from the first on has a window.
+    Every second layer, beginning with the first, has a window.
     """
     for key, known in _GPT_OSS_BUILT_IN.items():
         hf.choice(key, known)
@@ -103,12 +106,12 @@ def _gpt_oss(hf: HfConfig) -> dict[str, Any]:
         "moe": moe,
     }
     if is_mxfp4:
-        fields["quantization"] = None  # the experts' own
+        fields["quantization"] = None  # MXFP4 applies to experts alone
     return fields
 
 
 def granite_moe(hf: HfConfig) -> dict[str, Any]:
-    """Granite 3 MoE (IBM, 2024): experts in every layer with weights that sum to 1, and optionally a shared MLP."""
+    """Granite 3 MoE (IBM, 2024): experts in every layer, routing weights that sum to 1, and optionally a shared MLP."""
     shared_size = hf.integer("shared_intermediate_size", 0, minimum=0)
     moe = moe_config(hf, renormalize=True, router_name="router", shared_size=shared_size)
     return dict(**granite_fields(hf), moe=moe, fused_mlp=True)
@@ -142,11 +145,13 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
     """Llama 4 (Meta, 2025), text only: each token takes one expert; Llama Guard 4 has no experts.
 
     Layers that rotate see only their chunk and normalise heads without weights. In the other layers queries grow.
-    Norms follow the rotation. They give the same before it, in fewer launches, unless it also scales heads.
+
+    The model normalises heads after the rotation. Unless the rotation scales heads, norms before it give the same
+    result in fewer launches.
     """
     rotates, rope = rotating_layers(hf), rope_config(hf, interleaved=True)
     growth: QueryGrowth | None = QueryGrowth(hf.number("attn_scale"), hf.integer("floor_scale"), offset=1)
-    if not hf.value("attn_temperature_tuning"):  # published as a number or a bool
+    if not hf.value("attn_temperature_tuning"):  # a number or a bool in published files
         growth = None
     norm = None
     if hf.flag("use_qk_norm"):
@@ -172,7 +177,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
             router_name="router",
             transposed=True,
         )
-    # `layer_types` name the layers with chunks; if absent, these are the layers that rotate.
+    # `layer_types` names the layers with chunks. If it is absent, the layers that rotate have chunks.
     max_positions = hf.integer("max_position_embeddings")
     size = hf.optional_integer("attention_chunk_size") or max_positions
     chunks = layer_windows(hf, size, lambda layer: rotates[layer] == 1, "chunked_attention")
@@ -189,7 +194,7 @@ def _llama4(hf: HfConfig) -> dict[str, Any]:
 
 
 def _mixtral(hf: HfConfig) -> dict[str, Any]:
-    """Mixtral (Jiang et al., 2024): experts in every layer with weights that sum to 1; no window by default."""
+    """Mixtral (Jiang et al., 2023): experts in every layer, routing weights that sum to 1; no window by default."""
     hf.choice("norm_topk_prob", True)
     return dict(**mistral(hf), moe=moe_config(hf, renormalize=True, **MIXTRAL_NAMES))
 
@@ -203,14 +208,14 @@ def _phimoe(hf: HfConfig) -> dict[str, Any]:
     """Phi-3.5-MoE (Microsoft, 2024): two experts a token by SparseMixer, layer norms, a head with a bias."""
     hf.choice("num_experts_per_tok", 2)
     margin = 2 * hf.number("router_jitter_noise", may_be_zero=True)
-    hf.value("input_jitter_noise")  # of training
+    hf.value("input_jitter_noise")  # for training
     rope, section = rope_config(hf), rope_section(hf)
     if rope.kind == "longrope":
         factor = section.number("short_mscale")
         if section.number("long_mscale") != factor:
             raise UnsupportedError(f"{section.source}: long_mscale, expected short_mscale {factor}")
         rope = replace(rope, attention_factor=factor)
-    else:  # transformers multiplies cosines and sines of every other kind by these factors, too
+    else:  # transformers applies short_mscale and long_mscale to every other kind of rotation, too
         section.choice("rope_type", "default")
     return {
         "rope": rope,
@@ -223,8 +228,10 @@ def _phimoe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens; among the first
-    layers, every second has a window."""
+    """Qwen1.5-MoE and Qwen2-57B-A14B (Yang et al., 2024): experts beside a gated MLP for all tokens.
+
+    Among the first layers, every second has a window.
+    """
     window, end = window_if_used(hf), hf.integer("max_window_layers", minimum=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer % 2 == 0 and layer < end),
@@ -241,7 +248,7 @@ def _qwen2_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3 MoE (Yang et al., 2025): experts instead of most layers' MLP; all layers have the same window."""
+    """Qwen3 MoE (Yang et al., 2025): most layers have experts instead of the MLP; all layers have the same window."""
     return {
         "window": window_if_used(hf),
         "qk_norm": "head",
@@ -250,7 +257,7 @@ def _qwen3_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _qwen3_vl_moe(hf: HfConfig) -> dict[str, Any]:
-    """Text part of Qwen3-VL MoE (Qwen Team, 2025): weights of the chosen experts always sum to 1."""
+    """Text part of Qwen3-VL MoE (Qwen Team, 2025): routing weights of the chosen experts always sum to 1."""
     hf.choice("norm_topk_prob", True)
     return {"qk_norm": "head", "moe": qwen_experts(hf, renormalize=True, transposed=None)}
 
@@ -266,7 +273,7 @@ def qwen_experts(hf: HfConfig, **fields: Any) -> tuple[MoeConfig | None, ...]:
     return tuple(experts)
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 EXPERTS = {
     "Ernie4_5_MoeForCausalLM": family("ernie4_5_moe", _ernie_moe, _ERNIE_RENAMES),
     "GptOssForCausalLM": family("gpt_oss", _gpt_oss),
@@ -280,5 +287,5 @@ EXPERTS = {
     "Qwen2MoeForCausalLM": family("qwen2_moe", _qwen2_moe),
     "Qwen3MoeForCausalLM": family("qwen3_moe", _qwen3_moe),
 }
-# Text parts of multimodal models that have no architecture of their own.
+# Text parts of multimodal models; they have no architecture of their own.
 EXPERT_PARTS = (family("qwen3_vl_moe_text", _qwen3_vl_moe),)

@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn import functional
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.operation import Bound
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
+from paged.kernels.core.operation import Bound
 from paged.kernels.layers.silu_and_mul import silu_and_mul
-from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.dense import gemma_fields
 from paged.models.families.network import DecoderLayer, Network, rows_of
 from paged.models.layers.config import DecoderConfig, MoeConfig
@@ -34,9 +33,10 @@ from paged.models.layers.decoder_config import (
 from paged.models.layers.rope import ropes_by_window
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 _SIZES = ("head_dim", "num_key_value_heads")
 
@@ -52,19 +52,19 @@ class _Experts(nn.Module):
         self.router_scale = config.hidden_size**-0.5
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        """Return the MLP's output `hidden` plus that of the experts, all [R, hidden_size]."""
+        """Return the sum of `hidden`, the MLP's output, and the experts' output, all [R, hidden_size]."""
         routed_by = self.before_router(residual)[0].mul_(self.router_scale)
         routed = ranks.sum(self.moe(self.before_experts(residual)[0], routed_by=routed_by))
         out: torch.Tensor = self.after_mlp(hidden)[0]
         return out.add_(self.after_experts(routed)[0])
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
+    def destinations(self, prefix: str) -> Destinations:
         return {
-            **self.moe.weight_slots(prefix),
+            **self.moe.destinations(prefix),
             f"{prefix}.router.scale": self.before_router.weight,
-            **self.before_experts.weight_slots(f"{prefix}.pre_feedforward_layernorm_2"),
-            **self.after_mlp.weight_slots(f"{prefix}.post_feedforward_layernorm_1"),
-            **self.after_experts.weight_slots(f"{prefix}.post_feedforward_layernorm_2"),
+            **self.before_experts.destinations(f"{prefix}.pre_feedforward_layernorm_2"),
+            **self.after_mlp.destinations(f"{prefix}.post_feedforward_layernorm_1"),
+            **self.after_experts.destinations(f"{prefix}.post_feedforward_layernorm_2"),
         }
 
 
@@ -79,15 +79,15 @@ class _OwnInput(nn.Module):
         self.norm, self.silu_and_mul = stream_norm(config), Bound(silu_and_mul)
 
     def forward(self, residual: torch.Tensor, layer_input: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the residual stream, [R, hidden_size]. layer_input: [R, layer_input_size]."""
+        """Return the addend to the residual stream, [R, hidden_size]. layer_input: [R, layer_input_size]."""
         gate = self.gate(residual)  # [R, layer_input_size]
         gated = self.silu_and_mul(torch.cat((gate, layer_input), -1), activation=self.activation)
         normed: torch.Tensor = self.norm(self.projection(gated))[0]
         return normed
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        norm = self.norm.weight_slots(f"{prefix}.post_per_layer_input_norm")
-        return self.gate.weight_slots(prefix) | self.projection.weight_slots(prefix) | norm
+    def destinations(self, prefix: str) -> Destinations:
+        norm = self.norm.destinations(f"{prefix}.post_per_layer_input_norm")
+        return self.gate.destinations(prefix) | self.projection.destinations(prefix) | norm
 
 
 class Gemma4Layer(DecoderLayer):
@@ -97,7 +97,7 @@ class Gemma4Layer(DecoderLayer):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         moe = config.moe[index]
-        super().__init__(replace(config, moe=(None,) * config.num_layers), index)  # experts stand beside the MLP
+        super().__init__(replace(config, moe=(None,) * config.num_layers), index)  # experts run beside the MLP
         self.layer_scalar = empty_parameter(1)
         if moe is not None:
             self.experts = _Experts(config, moe)
@@ -126,12 +126,12 @@ class Gemma4Layer(DecoderLayer):
     def num_sums(config: DecoderConfig, index: int) -> int:
         return 2 if config.moe[index] is None else 3
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots: WeightSlots = {**super().weight_slots(prefix), f"{prefix}.layer_scalar": self.layer_scalar}
+    def destinations(self, prefix: str) -> Destinations:
+        destinations: Destinations = {**super().destinations(prefix), f"{prefix}.layer_scalar": self.layer_scalar}
         for part in (self.experts, self.own_input):
             if part is not None:
-                slots |= part.weight_slots(prefix)
-        return slots
+                destinations |= part.destinations(prefix)
+        return destinations
 
 
 class _LayerInputs(nn.Module):
@@ -152,11 +152,11 @@ class _LayerInputs(nn.Module):
         both: torch.Tensor = self.norm(projected)[0].add_(looked_up.view(projected.shape))
         return both.mul_(2**-0.5)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
+    def destinations(self, prefix: str) -> Destinations:
         return {
             f"{prefix}.embed_tokens_per_layer.weight": self.embedding,
-            **self.projection.weight_slots(prefix),
-            **self.norm.weight_slots(f"{prefix}.per_layer_projection_norm"),
+            **self.projection.destinations(prefix),
+            **self.norm.destinations(f"{prefix}.per_layer_projection_norm"),
         }
 
 
@@ -176,17 +176,17 @@ class Gemma4(Network):
         inputs = self.own_inputs(self.embedded_ids(input_ids), hidden)  # [num_tokens, num_layers, layer_input_size]
         return [(layer_input,) for layer_input in inputs.unbind(1)]
 
-    def weight_slots(self) -> WeightSlots:
-        slots = super().weight_slots()
+    def destinations(self) -> Destinations:
+        destinations = super().destinations()
         if self.own_inputs is not None:
-            slots |= self.own_inputs.weight_slots("model")
-        return slots
+            destinations |= self.own_inputs.destinations("model")
+        return destinations
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        hf.choice("use_bidirectional_attention", "vision")  # only between parts of a picture, which do not occur
+        hf.choice("use_bidirectional_attention", "vision")  # acts inside a picture, and text has none
         windows = layer_windows(hf, hf.integer("sliding_window"), lambda layer: (layer + 1) % 6 != 0)
-        windows = (*windows[:-1], None)  # the last layer has no window whatever its type, as in transformers
+        windows = (*windows[:-1], None)  # transformers gives the last layer no window, whatever its type
         ropes = ropes_by_window(hf, hf.number("rope_theta"))
         k_eq_v = hf.flag("attention_k_eq_v")
         head_dims: list[int] = []
@@ -235,9 +235,9 @@ class Gemma4(Network):
 
 
 def _sources(hf: HfConfig, windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Return for each layer the one whose keys and values it reads, or None for its own.
+    """Return for each layer the layer whose keys and values it reads, or None if it has its own.
 
-    One of the last `num_kv_shared_layers` reads the last layer before them with the same window.
+    Each of the last `num_kv_shared_layers` reads the last layer before them with the same window.
 
     Raises:
         CheckpointError: there is no layer to read.

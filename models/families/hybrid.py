@@ -1,6 +1,6 @@
 """Families with gated delta nets or short convolutions beside attention.
 
-They differ from Llama in fields of `decoder_config` and names of weights; OLMo Hybrid also in its layers' norms.
+They differ from Llama in fields of `decoder_config` and names of weights. OLMo Hybrid also has other norms in layers.
 """
 
 from __future__ import annotations
@@ -9,26 +9,29 @@ from dataclasses import replace
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.models.families.dense import NORMS_AFTER
+from paged.models.families.dense import NO_BIAS, NORMS_AFTER
 from paged.models.families.experts import qwen_experts
 from paged.models.families.network import DecoderLayer, family
 from paged.models.families.sigmoid_experts import after_dense
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder_config import CONV_ACTIVATIONS, for_kind, layer_kinds, moe_config
+from paged.models.layers.decoder_config import CONV_ACTIVATIONS, by_window, for_kind, layer_kinds, moe_config
 from paged.models.layers.recurrent_config import GatedDeltaConfig, ShortConvConfig
-from paged.models.layers.rope import rope_config, rope_section
+from paged.models.layers.rope import rope_config, rope_section, ropes_by_window
 from paged.models.loading.hf_config import HfConfig
 
 _SHARED = {"shared_name": "shared_expert", "shared_gate": "shared_expert_gate"}
 _KINDS = ("linear_attention", "full_attention")
 _LFM2_KINDS = ("conv", "full_attention")
-# Constants of these models in transformers, repeated by published configurations.
+_LFM3_KINDS = (*_LFM2_KINDS, "sliding_attention")
+# transformers has these constants built in; published configurations repeat them.
 _QWEN_BUILT_IN = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 
 
 def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
-    """Qwen3.5 to 3.8 (Qwen Team, 2026), dense: every fourth layer has attention with an output gate, the others gated
-    delta nets."""
+    """Qwen3.5 to 3.8 (Qwen Team, 2026), dense.
+
+    Every fourth layer has attention with an output gate; the others are gated delta nets.
+    """
     for key, known in _QWEN_BUILT_IN.items():
         hf.choice(key, known)
     interval = hf.integer("full_attention_interval")
@@ -58,7 +61,7 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
 
 
 def _gated_delta(hf: HfConfig, **fields: Any) -> GatedDeltaConfig:
-    """Return a gated delta net of these fields, whose convolution has the SiLU that `hidden_act` must be."""
+    """Return a gated delta net with these fields. `hidden_act` must be the convolution's activation, SiLU."""
     hf.choice("hidden_act", *CONV_ACTIVATIONS)
     layer = GatedDeltaConfig(**fields)
     if layer.num_heads % layer.num_key_heads:
@@ -70,7 +73,7 @@ def _gated_delta(hf: HfConfig, **fields: Any) -> GatedDeltaConfig:
 
 
 def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
-    """Qwen3.5 to 3.8 with experts in every layer, whose weights sum to 1."""
+    """Qwen3.5 to 3.8 with experts in every layer and routing weights that sum to 1."""
     hf.choice("norm_topk_prob", True)
     shared_size = hf.integer("shared_expert_intermediate_size")
     moe = qwen_experts(hf, renormalize=True, shared_size=shared_size, **_SHARED)
@@ -84,7 +87,7 @@ def _qwen3_next(hf: HfConfig) -> dict[str, Any]:
     return dict(**_qwen(hf, by_head=True), moe=moe)
 
 
-# Names of layers and norms in published checkpoints. transformers 5 stores experts one by one, too.
+# Published names of layers and norms -> names here. transformers 5 stores every expert in its own tensor.
 _LFM2_RENAMES = {
     r"\.conv\.conv\.": ".linear_attn.conv1d.",
     r"\.conv\.": ".linear_attn.",
@@ -96,28 +99,31 @@ _LFM2_RENAMES = {
     r"\.w3\.": ".up_proj.",
     r"\.w2\.": ".down_proj.",
 }
+_LFM3_RENAMES = {**_LFM2_RENAMES, r"\.self_attn\.gate_proj\.": ".self_attn.g_proj."}
 
 
-def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Fields of LFM2: short convolutions in most layers, whose state is their last inputs; norms of heads."""
+def _short_convolutions(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields that LFM2 and LFM3 share: short convolutions in most layers, and norms of heads."""
     conv = ShortConvConfig(
         conv_width=hf.integer("conv_L_cache", minimum=2), size=hf.integer("hidden_size"), bias=hf.flag("conv_bias")
     )
     return {
         "recurrent": for_kind(kinds, "conv", conv),
-        "activation": "silu",  # no key says so
+        "activation": "silu",  # no key names it
         "qk_norm": "head",
-        "qkv_bias": False,
-        "o_bias": False,
         "eps": hf.number("norm_eps"),
         "before_attention": "operator_norm",
         "before_mlp": "ffn_norm",
-        "tie_word_embeddings": hf.flag("tie_embedding", hf.flag("tie_word_embeddings")),
     }
 
 
+def _lfm2_fields(hf: HfConfig, kinds: tuple[str, ...]) -> dict[str, Any]:
+    tied = hf.flag("tie_embedding", hf.flag("tie_word_embeddings"))
+    return dict(**_short_convolutions(hf, kinds), **NO_BIAS, tie_word_embeddings=tied)
+
+
 def _lfm2(hf: HfConfig) -> dict[str, Any]:
-    """LFM2 (Liquid AI, 2025): the size of MLPs is two thirds of the published one, rounded up."""
+    """LFM2 (Liquid AI, 2025): the size of MLPs is two thirds of the published size, rounded up."""
     attends = hf.items("full_attn_idxs", int)
     kinds = layer_kinds(hf, _LFM2_KINDS, lambda layer: _LFM2_KINDS[not attends or layer in attends])
     size = hf.integer("block_ff_dim", hf.integer("intermediate_size"))
@@ -129,7 +135,7 @@ def _lfm2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
-    """LFM2 MoE (Liquid AI, 2025): sigmoid routing, for which a bias chooses; the first layers are dense."""
+    """LFM2 MoE (Liquid AI, 2025): sigmoid routing with a bias that only chooses; the first layers are dense."""
     kinds = layer_kinds(hf, _LFM2_KINDS, lambda layer: "full_attention")
     correction_bias = None
     if hf.flag("use_expert_bias", True):
@@ -145,7 +151,33 @@ def _lfm2_moe(hf: HfConfig) -> dict[str, Any]:
     return dict(**_lfm2_fields(hf, kinds), moe=after_dense(hf, moe, "num_dense_layers"))
 
 
-# Published names of norms; the norms' places follow from the kind of layer.
+def _lfm3(hf: HfConfig) -> dict[str, Any]:
+    """LFM3 (Liquid AI, 2026): wider convolutions than LFM2, also norms after each part, and a gate for each head.
+
+    Half of the layers are convolutions. Half of the others have a window and another rotation.
+    """
+
+    def kind_of(layer: int) -> str:
+        if layer % 4 == 2:
+            return "full_attention"
+        if layer > 0 and layer % 4 == 0:
+            return "sliding_attention"
+        return "conv"
+
+    kinds = layer_kinds(hf, _LFM3_KINDS, kind_of)
+    window = hf.optional_integer("sliding_window")
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(f"{hf.source}: layer_types has sliding_attention, but there is no sliding_window")
+    windows = for_kind(kinds, "sliding_attention", window)
+    fields = dict(**_short_convolutions(hf, kinds), window=windows, rope=by_window(windows, *ropes_by_window(hf, 1e4)))
+    if hf.flag("use_attention_gate", True):
+        fields["head_gate"] = "sigmoid"
+    if hf.flag("use_sandwich_norm", True):
+        fields |= {"after_attention": "post_operator_norm", "after_mlp": "post_ffn_norm"}
+    return fields
+
+
+# Published names of norms -> names here. Whether a norm stands before or after a layer depends on the layer's kind.
 _OLMO_RENAMES = {
     r"\.attention_layer_norm\.": ".input_layernorm.",
     r"\.feedforward_layer_norm\.": ".post_attention_layernorm.",
@@ -157,7 +189,7 @@ _OLMO_RENAMES = {
 
 
 class _OlmoHybridLayer(DecoderLayer):
-    """Layers with attention have norms after both parts, the others before them."""
+    """A layer with norms after attention and MLP if it attends, else before the recurrent part and MLP."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         if config.recurrent[index] is not None:
@@ -175,12 +207,12 @@ class _OlmoHybridLayer(DecoderLayer):
 def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
     """OLMo Hybrid (Ai2, 2026): three of four layers are gated delta nets with beta up to 2.
 
-    With a null `rope_theta`, as published, no layer rotates.
+    Published files have a null `rope_theta`; then no layer rotates.
     """
     num_layers = hf.integer("num_hidden_layers")
 
     def kind_of(layer: int) -> str:
-        """Return the kind of a layer by default: of fewer than four layers, the last one attends."""
+        """Return the default kind of a layer; in a model of fewer than four layers, the last one attends."""
         attends = layer % 4 == 3 or (layer == num_layers - 1 and num_layers < 4)
         return "full_attention" if attends else "linear_attention"
 
@@ -201,7 +233,7 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
         splits_qkv=True,
         splits_conv=True,
         beta_scale=beta_scale,
-        eps=1e-5,  # whatever rms_norm_eps says, in the authors' code and in transformers
+        eps=1e-5,  # the authors' code and transformers ignore rms_norm_eps here
     )
     theta = hf.defaults["rope_theta"]
     for values in (hf.values, rope_section(hf).values):
@@ -212,10 +244,11 @@ def _olmo_hybrid(hf: HfConfig) -> dict[str, Any]:
     return dict(**NORMS_AFTER, qk_norm="width", recurrent=for_kind(kinds, _KINDS[0], recurrent), rope=rope)
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 HYBRIDS = {
     "Lfm2ForCausalLM": family("lfm2", _lfm2, _LFM2_RENAMES),
     "Lfm2MoeForCausalLM": family("lfm2_moe", _lfm2_moe, _LFM2_RENAMES),
+    "Lfm3ForCausalLM": family("lfm3", _lfm3, _LFM3_RENAMES),
     "OlmoHybridForCausalLM": family("olmo_hybrid", _olmo_hybrid, _OLMO_RENAMES, _OlmoHybridLayer),
     "Qwen3NextForCausalLM": family("qwen3_next", _qwen3_next),
     "Qwen3_5ForCausalLM": family("qwen3_5_text", _qwen),

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al., 2023; Dubey et al., 2024), whose layers most families share."""
+"""Llama (Touvron et al., 2023; Dubey et al., 2024). Most families share its layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with Mamba-2 layers: Granite 4.0, Nemotron-H, Falcon-H1."""
+"""Families with Mamba-2 layers: Bamba, Granite 4.0, Nemotron-H, Falcon-H1."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
-from paged.metadata import AttentionMetadata, OutputRows
+from paged.kernels.core.errors import shown
 from paged.models.families.dense import granite_fields
 from paged.models.families.experts import GRANITE_RENAMES, granite_moe
 from paged.models.families.network import DecoderLayer, Network, family
@@ -27,9 +26,10 @@ from paged.models.layers.decoder_config import (
 from paged.models.layers.recurrent_config import Mamba2Config
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 _KINDS = ("linear_attention", "full_attention")
-# Letters of Nemotron-H's `hybrid_override_pattern`, which its first published models have.
+# Letter of `hybrid_override_pattern` -> kind of layer. The first published Nemotron-H models have this key.
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _NEMOTRON_KINDS = (*_KINDS, "mlp", "moe")
 _MAMBA_RENAMES = {r"\.mamba\.": ".linear_attn."}
@@ -39,7 +39,7 @@ _GRANITE_RENAMES = {
     r"\.shared_mlp\.output_linear\.": ".mlp.down_proj.",
 }
 _GRANITE_MOE_RENAMES = {**_MAMBA_RENAMES, **GRANITE_RENAMES}
-# transformers 5 writes "model." for "backbone.".
+# Published names begin with "backbone."; transformers 5 writes "model." instead.
 _NEMOTRON_RENAMES = {
     r"^backbone\.": "model.",
     r"^model\.embeddings\.": "model.embed_tokens.",
@@ -49,10 +49,11 @@ _NEMOTRON_RENAMES = {
     r"\.mixer\.": ".mlp.",
 }
 _FALCON_RENAMES = {**_MAMBA_RENAMES, r"^model\.final_layernorm\.": "model.norm."}
+_BAMBA_RENAMES = {**_FALCON_RENAMES, r"\.feed_forward\.": ".mlp."}
 
 
 def _dt_limits(hf: HfConfig) -> tuple[float, float] | None:
-    """Read `time_step_limit`, None for 0 to infinity, which transformers 5 writes as an object."""
+    """Read `time_step_limit`; None for 0 to infinity. transformers 5 writes infinity as an object."""
     value = hf.value("time_step_limit")
     limits: list[float] = []
     try:
@@ -73,7 +74,7 @@ def _dt_limits(hf: HfConfig) -> tuple[float, float] | None:
 
 
 def _mamba(hf: HfConfig, size: int, *, bias: bool, eps: float | None, **fields: Any) -> Mamba2Config:
-    """Read the keys that Granite and Falcon-H1 share. size: elements of all heads."""
+    """Read the keys that Bamba, Granite and Falcon-H1 share. size: elements of all heads together."""
     hf.choice("hidden_act", *CONV_ACTIVATIONS)
     heads = hf.integer("mamba_n_heads")
     if hf.value("mamba_d_head") == "auto":
@@ -103,9 +104,23 @@ def _divisor(hf: HfConfig, key: str, heads: int) -> int:
     return groups
 
 
+def _bamba(hf: HfConfig) -> dict[str, Any]:
+    """Bamba (IBM, Princeton, CMU and UIUC, 2024): Mamba-2 in most layers; in the others half of each head rotates."""
+    attends = hf.items("attn_layer_indices", int)
+    kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[layer in attends])
+    size = hf.integer("mamba_expand") * hf.integer("hidden_size")
+    mamba = _mamba(hf, size, bias=hf.flag("mamba_proj_bias"), eps=hf.number("rms_norm_eps"))
+    return {
+        "recurrent": for_kind(kinds, _KINDS[0], mamba),
+        "rope": rope_config(hf, fraction=0.5, is_partial=True),
+        "mlp_bias": hf.flag("mlp_bias"),
+        "before_mlp": "pre_ff_layernorm",
+    }
+
+
 def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
-    """Granite 4.0 (IBM, 2025): Mamba-2 in most layers, in some models in none; only some models rotate."""
-    hf.value("time_step_min")  # of initialisation
+    """Granite 4.0 (IBM, 2025): Mamba-2 in most layers, or in no layer of some models; only some models rotate."""
+    hf.value("time_step_min")  # only for initialisation
     kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[0])
     size = hf.integer("mamba_expand") * hf.integer("hidden_size")
     mamba = None
@@ -118,7 +133,7 @@ def _granite_hybrid(hf: HfConfig) -> dict[str, Any]:
         fields["rope"] = rope_config(hf)
     if _has_experts(hf):
         return dict(**granite_moe(hf), **fields)
-    hf.value("num_experts_per_tok")  # published, and ignored
+    hf.value("num_experts_per_tok")  # published, but dense models do not use it
     size = hf.integer("shared_intermediate_size")
     return dict(**granite_fields(hf), **fields, intermediate_size=size, fused_mlp=True)
 
@@ -128,7 +143,7 @@ def _has_experts(hf: HfConfig) -> bool:
 
 
 class _GraniteHybrid(Network):
-    """Granite 4.0 without experts, whose only MLP has the name of the others' shared one."""
+    """Granite 4.0 without experts. Its only MLP has the name of the shared MLP."""
 
     model_type = "granitemoehybrid"
     renames = _GRANITE_RENAMES
@@ -147,20 +162,22 @@ class _GraniteMoeHybrid(_GraniteHybrid):
 
 
 def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
-    """Nemotron-H, Nemotron Nano 2 (Nvidia, 2025) and Nemotron 3 (2025): each layer is Mamba-2, attention that does not
-    rotate, an MLP or experts without gates. Experts of Nemotron 3 Super and Ultra read and write a latent.
+    """Nemotron-H, Nemotron Nano 2 (Nvidia, 2025) and Nemotron 3 (2025).
 
-    transformers limits dt to `time_step_min` in prompts only. The authors' kernels use `time_step_limit`, and so does
-    this. A `time_step_min` other than the published 0.001 is refused.
+    Each layer is Mamba-2, attention that does not rotate, an MLP or experts without gates. Experts of Nemotron 3 Super
+    and Ultra read and write a latent.
+
+    transformers limits dt to `time_step_min`, but in prompts only. The authors' kernels use `time_step_limit`, as does
+    this code. So a `time_step_min` other than the published 0.001 is refused.
     """
     pattern = hf.text("hybrid_override_pattern", "ME*-")
     listed = hf.items("layers_block_type", str)
     if not listed:
         listed = [_PATTERN.get(letter, letter) for letter in pattern]
-    hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 leaves it out
+    hf.defaults = {**hf.defaults, "num_hidden_layers": len(listed)}  # transformers 5 omits num_hidden_layers
     kinds = layer_kinds(hf, _NEMOTRON_KINDS, lambda layer: listed[layer], "layers_block_type")
     hf.choice("mamba_hidden_act", *CONV_ACTIVATIONS)
-    # transformers writes the keys for models without experts, too.
+    # transformers writes the keys of experts for models without experts too.
     moe = sigmoid_experts(hf, shared_size=hf.integer("moe_shared_expert_intermediate_size"))
     moe = replace(moe, latent_size=hf.optional_integer("moe_latent_size"))
     mlp_bias = hf.flag("mlp_bias")
@@ -180,7 +197,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
     )
     size = hf.integer("intermediate_size")
     activations = ["relu2"]
-    if "moe" not in kinds:  # `fused_moe` has one activation without a gate
+    if "moe" not in kinds:  # without a gate, `fused_moe` computes relu2 alone
         activations.append("gelu_pytorch_tanh")
     return {
         "recurrent": for_kind(kinds, "linear_attention", mamba),
@@ -198,7 +215,7 @@ def _nemotron_h(hf: HfConfig) -> dict[str, Any]:
 
 
 class _FalconLayer(DecoderLayer):
-    """Attention and Mamba-2 on the same input, added."""
+    """Attention and Mamba-2 on the same input; their outputs are added."""
 
     def attend(
         self,
@@ -220,11 +237,11 @@ class _FalconLayer(DecoderLayer):
 def _falcon_h1(hf: HfConfig) -> dict[str, Any]:
     """Falcon-H1 (TII, 2025): attention beside Mamba-2 in every layer; a multiplier for each projection.
 
-    The multiplier of keys is one of scores.
+    The multiplier of keys becomes a factor of the scores.
     """
     for key in ("mamba_proj_bias", "projectors_bias"):
         hf.choice(key, False)
-    hf.value("time_step_min")  # of initialisation
+    hf.value("time_step_min")  # only for initialisation
     size = hf.optional_integer("mamba_d_ssm") or hf.integer("mamba_expand") * hf.integer("hidden_size")
     into = hf.number("ssm_in_multiplier")
     eps = None
@@ -267,8 +284,9 @@ def _multipliers(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
     return numbers
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 MAMBAS = {
+    "BambaForCausalLM": family("bamba", _bamba, _BAMBA_RENAMES),
     "FalconH1ForCausalLM": family("falcon_h1", _falcon_h1, _FALCON_RENAMES, _FalconLayer),
     "GraniteMoeHybridForCausalLM": _GraniteHybrid,
     "NemotronHForCausalLM": family("nemotron_h", _nemotron_h, _NEMOTRON_RENAMES),

@@ -1,4 +1,4 @@
-"""A network and its layers; families are networks that differ in what a config.json means."""
+"""A network and its layers. A family is a network with its own reading of config.json."""
 
 from __future__ import annotations
 
@@ -15,40 +15,50 @@ from torch import nn
 from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
-from paged.kernels.common.device import LOOP_DTYPES, use_triton, using_numba, wants_loops
-from paged.kernels.common.torch_ops.linear import linear, pack
-from paged.metadata import AttentionMetadata, OutputRows
+from paged.kernels.core.device import NUMBA_DTYPES, use_triton, using_numba, wants_numba
+from paged.kernels.cpu.products import pack
+from paged.kernels.layers.linear import linear
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
 from paged.models.layers.attention_options import WidthNorm
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
+from paged.models.layers.hyper_connection import HyperConnection
+from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
-from paged.models.layers.recurrent import RecurrentLayer, recurrent_layer
+from paged.models.layers.recurrent import GatedDeltaNet, Mamba2, RecurrentLayer, ShortConv
+from paged.models.layers.recurrent_config import GatedDeltaConfig, KimiDeltaConfig, Mamba2Config, ShortConvConfig
 from paged.models.layers.rope import RopeConfig, rope_table
 from paged.models.layers.share_bound import share_bound
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import PackedModule, Track, WeightSlots, untracked
+from paged.models.loading.weights import Destinations, PackedModule, Track, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 _NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-# Modules of Gemma 4 whose names do not appear in a checkpoint.
+_RECURRENT_LAYERS: Mapping[type, Callable[..., RecurrentLayer]] = {
+    GatedDeltaConfig: GatedDeltaNet,
+    KimiDeltaConfig: KimiDelta,
+    Mamba2Config: Mamba2,
+    ShortConvConfig: ShortConv,
+}
+# Modules of Gemma 4 whose names are absent from tensor names in a checkpoint.
 _OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
 
 
 class DecoderLayer(nn.Module):
     """Attention or a recurrent part, and an MLP, on one residual stream, with the norms that the configuration names.
 
-    A layer may lack one of both, with its norms.
+    A layer may lack either part, and then has no norms for it.
 
     Attributes:
-        ranks: processes that each hold a part of both; their results are added.
-        experts: experts beside the MLP, which read the residual stream, as in Gemma 4; None for none.
+        ranks: processes that each hold a share of both parts; their results are summed.
+        experts: experts beside the MLP, which read the residual stream, as in Gemma 4; None for no such experts.
     """
 
     ranks = Ranks()
@@ -63,13 +73,14 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
+        self.recurrent_name = config.recurrent_name
         self.self_attn: Attention | LatentAttention | None = None
         if config.attends[index]:
             self.self_attn = self._attention(config, index)
         self.linear_attn: RecurrentLayer | None = None
         recurrent = config.recurrent[index]
         if recurrent is not None:
-            self.linear_attn = recurrent_layer(config, recurrent)
+            self.linear_attn = _RECURRENT_LAYERS[type(recurrent)](config, recurrent)
         moe, size = config.moe[index], config.intermediate_size[index]
         self.has_mlp = moe is not None or size > 0
         self.experts = None
@@ -78,7 +89,7 @@ class DecoderLayer(nn.Module):
         elif size > 0:
             mlp = GatedMlp if config.gated else PlainMlp
             self.add_module(self.mlp_name, mlp(config, size))
-        # Norms by their names here, and their checkpoint names; None for those that the layer lacks.
+        # Name of a norm in this class -> its name in checkpoints; None for a norm that the layer lacks.
         self.norm_names: dict[str, str | None] = dict.fromkeys(_NORMS)
         if config.attends[index] or recurrent is not None:
             self.norm_names["before_attention"] = config.norms.before_attention
@@ -113,13 +124,13 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the layer; takes and returns (hidden, residual), where hidden is yet to be added to the residual stream.
+        """Run the layer on (hidden, residual) and return both; hidden is not yet added to the residual stream.
 
-        Both are [T, hidden_size]. If residual is None, hidden is the residual stream. With `outputs`, only those rows
+        Both are [T, hidden_size]. If residual is None, hidden is the residual stream. With `outputs`, only their rows
         are returned.
         """
         # Attention, or the recurrent part.
-        attention, norm = self.self_attn, self.before_attention  # once: looking up a module takes 0.7 us
+        attention, norm = self.self_attn, self.before_attention  # local: looking up a module takes 0.7 us
         if attention is not None or self.linear_attn is not None:
             if norm is None:
                 hidden, residual = _enter_without_norm(hidden, residual)
@@ -169,7 +180,7 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> torch.Tensor:
-        """Return the output of attention, or of the recurrent part if there is one, for normalised `hidden`."""
+        """Return the output of attention, or of the recurrent part if the layer has one, for normalised `hidden`."""
         if self.linear_attn is not None:
             return cast(torch.Tensor, self.linear_attn(hidden, metadata, outputs))
         assert self.self_attn is not None
@@ -193,18 +204,18 @@ class DecoderLayer(nn.Module):
         mixes = config.attends[index] or config.recurrent[index] is not None
         return mixes + (config.moe[index] is not None or config.intermediate_size[index] > 0)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots: WeightSlots = {}
+    def destinations(self, prefix: str) -> Destinations:
+        destinations: Destinations = {}
         if self.has_mlp:
-            slots |= self.ffn.weight_slots(f"{prefix}.{self.mlp_name}")
+            destinations |= self.ffn.destinations(f"{prefix}.{self.mlp_name}")
         if self.self_attn is not None:
-            slots |= self.self_attn.weight_slots(f"{prefix}.self_attn")
+            destinations |= self.self_attn.destinations(f"{prefix}.self_attn")
         if self.linear_attn is not None:
-            slots |= self.linear_attn.weight_slots(f"{prefix}.linear_attn")
+            destinations |= self.linear_attn.destinations(f"{prefix}.{self.recurrent_name}")
         for attribute, name in self.norm_names.items():
             if name is not None:
-                slots |= getattr(self, attribute).weight_slots(f"{prefix}.{name}")
-        return slots
+                destinations |= getattr(self, attribute).destinations(f"{prefix}.{name}")
+        return destinations
 
 
 def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:
@@ -216,7 +227,7 @@ def _enter_without_norm(hidden: torch.Tensor, residual: torch.Tensor | None) -> 
     """Add `hidden` to the residual stream; return the input of attention or an MLP, and the stream."""
     if residual is not None:
         hidden = residual.add_(hidden)
-    return hidden.clone(), hidden  # an MLP may overwrite its input
+    return hidden.clone(), hidden  # a copy: an MLP may overwrite its input
 
 
 class Network(nn.Module):
@@ -226,11 +237,11 @@ class Network(nn.Module):
         model_type: name of the family in transformers. A config.json that names another known family is refused.
         own_config: sizes of this rank's layers.
         rows, num_logits: rows of the vocabulary on this rank, and their number.
-        num_weights: weights of the whole network, if this is a part of it.
+        num_weights: weights of the whole network, even if this rank holds a part.
         renames: patterns in tensor names of a checkpoint, and their replacements.
         layer_class: class of the decoder layers.
-        draft_head: its multi-token or EAGLE-3 head, if one is loaded.
-        uses_numba: whether it was packed for a CPU with numba, and runs numba kernels.
+        draft_head: the loaded multi-token or EAGLE-3 head; None for no head.
+        uses_numba: whether the network was packed for a CPU with numba, and runs numba kernels.
     """
 
     model_type: str
@@ -260,10 +271,10 @@ class Network(nn.Module):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        """Return the configuration of this family's checkpoints; every family has its own.
+        """Return the configuration of this family's checkpoints; every family overrides this.
 
-        A key of `hf` that it does not read counts as unknown. If such a key is in `COMPUTATION_KEYS`, its value must be
-        neutral.
+        A key of `hf` that the family does not read counts as unknown. If an unread key is in `COMPUTATION_KEYS`, its
+        value must be neutral.
         """
         raise NotImplementedError
 
@@ -278,7 +289,7 @@ class Network(nn.Module):
         return 1 + sum(cls.layer_class.num_sums(config, index) for index in range(config.num_layers))
 
     def join(self, ranks: Ranks) -> None:
-        """Let the layers add up the results of all ranks; `ranks` must match `share`."""
+        """Let the layers sum the results of all ranks; `ranks` must match `share`."""
         self.ranks = ranks
         for layer in self.layers:
             layer.ranks = ranks
@@ -286,9 +297,9 @@ class Network(nn.Module):
             if isinstance(module, WidthNorm) and ranks.size > 1:
                 module.mean_of_ranks = ranks.mean
 
-    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
+    def set_caches(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache and the rotations of positions below max_seq_len."""
-        self.bind_weights()
+        self.derive_from_weights()
         config, device = self.config, self.embed_tokens.device
         layers, sources = list(self.layers), list(config.cache_layers)
         if self.draft_head is not None:
@@ -303,16 +314,16 @@ class Network(nn.Module):
             if layer.self_attn is None:
                 continue
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
-            layer.self_attn.bind(*caches, kv_manager.table_of(source), tables[rotation])
+            layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
             if isinstance(layer.self_attn, LatentAttention) and layer.self_attn.indexer is not None:
-                key_layer = len(layers) + index  # see `cache_config`
+                key_layer = len(layers) + index  # cache of the indexer's keys, see `cache_config`
                 keys = held.of(kv_manager.k_cache(key_layer))
-                layer.self_attn.indexer.bind(keys, kv_manager.table_of(key_layer), tables[rotation])
+                layer.self_attn.indexer.set_cache(keys, kv_manager.table_of(key_layer), tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)
             if k_scale is not None and v_scale is not None:
                 layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
         share_bound(self)
-        # Rounded to the weights' dtype, as in training: 33.94 becomes 34 in bfloat16 for Gemma 3 with 1,152.
+        # Round the factor to the weights' dtype, as training did: Gemma 3 in bfloat16 has 34 instead of 33.94.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
     def rotations(self) -> list[tuple[RopeConfig | None, int]]:
@@ -322,14 +333,14 @@ class Network(nn.Module):
             attention.append(self.draft_head.attention)
         return [(layer.rope, layer.rotated_dim) for layer in attention]
 
-    def bind_weights(self) -> None:
-        """Make what layers make of their weights; again when weights have changed."""
+    def derive_from_weights(self) -> None:
+        """Let layers derive their forms of the weights; call it again after weights have changed."""
         for module in self.modules():
             if isinstance(module, (PackedWeights, SparseMoe)):
-                module.bind()
+                module.derive_from_weights()
         for module in self.modules():
             if isinstance(module, LatentAttention):
-                module.bind_weights()
+                module.derive_from_weights()
         if self._packed_embedding is not None:
             self._pack_embedding()
 
@@ -342,33 +353,33 @@ class Network(nn.Module):
         share_bound(self)
 
     def computing(self, *, is_invariant: bool = False) -> AbstractContextManager[None]:
-        """Return the context of all that computes with the network, as its kernels depend on no other network.
+        """Return the context for everything that computes with the network; it selects this network's kernels.
 
-        is_invariant: whether a row has the same bits beside any others, if `has_invariant_rows` allows it.
+        is_invariant: whether a row has the same bits in any batch, if `has_invariant_rows` allows it.
         """
         return using_numba(self.uses_numba, is_invariant=is_invariant)
 
     @property
     def has_invariant_rows(self) -> bool:
-        """Whether, within `computing(is_invariant=True)`, no row's bits depend on the rows beside it.
+        """Whether, within `computing(is_invariant=True)`, no row's bits depend on other rows of the batch.
 
-        That holds for numba kernels and products in blocks. It is not known of adapters, of packed experts, and of
-        activations in PyTorch, whose vectors end where a thread's share does. Sums of three ranks have no fixed order.
+        Numba kernels and products in blocks are invariant. Adapters and PyTorch's activations are not known to be: an
+        activation may differ where a thread's share of the rows ends. Sums of three or more ranks have no fixed order.
         """
         is_own = type(self).forward is not Network.forward or type(self).layer_inputs is not Network.layer_inputs
         if is_own or self.draft_head is not None or self.config.logits_softcap or self.ranks.size > 2:
             return False
         with self.computing():
-            if use_triton(self.embed_tokens) or not wants_loops() or self.embed_tokens.dtype not in LOOP_DTYPES:
+            if use_triton(self.embed_tokens) or not wants_numba() or self.embed_tokens.dtype not in NUMBA_DTYPES:
                 return False
             if self.lm_head is not None and not self.lm_head.has_invariant_rows:
                 return False
             return all(layer.has_invariant_rows for layer in self.layers)
 
     def pack(self, track: Track = untracked) -> None:
-        """Reorder weights so that a CPU multiplies faster: plain ones as `kernels.common.torch_ops.linear.pack`,
-        quantised ones as `kernels.quantization.cpu_product`.
+        """Reorder weights for faster products on a CPU.
 
+        `kernels.cpu.products.pack` reorders plain weights, `kernels.cpu.quantization.packed_product` quantised weights.
         Packed weights replace the others. A tied head is packed beside the embedding.
         """
         dtype = self.embed_tokens.dtype
@@ -392,12 +403,12 @@ class Network(nn.Module):
             projection.round_to(form)
 
     def drop_packed_embedding(self) -> None:
-        """Free the packed head until `bind_weights` packs it again."""
+        """Free the packed head until `derive_from_weights` packs it again."""
         if self._packed_embedding is not None and self._packed_embedding.is_mkldnn:
             self._packed_embedding = torch.empty(0)
 
     def weight_tensors(self) -> Iterator[torch.Tensor]:
-        """Yield all weights as they are held, packed ones too."""
+        """Yield all weights as they are held, including packed ones."""
         yield from self.parameters()
         for module in self.modules():
             if isinstance(module, PackedModule):
@@ -409,7 +420,7 @@ class Network(nn.Module):
         self._packed_embedding = pack(self.embed_tokens)
 
     def embedded_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the ids of the embeddings that tokens take; see `placeholder_ids` of the configuration."""
+        """Return the token ids to embed; see `placeholder_ids` of the configuration."""
         for placeholder_id in self.config.placeholder_ids:
             input_ids = input_ids.masked_fill(input_ids == placeholder_id, self.config.placeholder_padding)
         return input_ids
@@ -436,8 +447,8 @@ class Network(nn.Module):
     ) -> torch.Tensor:
         """Return hidden states after the final norm, [num_tokens, hidden_size].
 
-        K and V of all tokens are written to the caches. With `outputs`, only those rows are returned. Into
-        `boundaries` go the residual streams before the layers that `draft_head` reads.
+        K and V of all tokens are written to the caches. With `outputs`, only their rows are returned. `boundaries`
+        receives the residual streams before the layers that `draft_head` reads, by index.
         """
         hidden, embeds = self.embed(input_ids), metadata.embeds
         if embeds is not None:
@@ -466,7 +477,7 @@ class Network(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `forward`, of the rows of `outputs`, and of all tokens the features that `draft_head` reads, if any.
+        """Return `forward` for the rows of `outputs`, and all tokens' features for `draft_head`, or None.
 
         Features are [num_tokens, hidden size of the head].
         """
@@ -507,33 +518,36 @@ class Network(nn.Module):
         """Return logits, float32 [num_rows, num_logits]."""
         return self.head(hidden).float()
 
-    def weight_slots(self) -> WeightSlots:
-        """Return every tensor that a checkpoint must hold, by name, with the parameter slice it fills."""
-        slots: WeightSlots = {"model.embed_tokens.weight": self.embed_tokens, **self.norm.weight_slots("model.norm")}
+    def destinations(self) -> Destinations:
+        """Return the parameter slice of every tensor that a checkpoint must hold, by the tensor's name."""
+        destinations: Destinations = {"model.embed_tokens.weight": self.embed_tokens}
+        destinations |= self.norm.destinations("model.norm")
         for index, layer in enumerate(self.layers):
-            slots |= layer.weight_slots(f"model.layers.{index}")
+            destinations |= layer.destinations(f"model.layers.{index}")
         if self.lm_head is not None:
-            slots |= self.lm_head.weight_slots("")
-        return slots
+            destinations |= self.lm_head.destinations("")
+        return destinations
 
 
 def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the weights below `root`, except for norms and routers that stay float32."""
+    """Convert the weights below `root`, except norms and routers, which stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, (SparseMoe, RecurrentLayer)):
+        if isinstance(module, (HyperConnection, RecurrentLayer, SparseMoe)):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.is_zero_centred:
             module.float()
 
 
 def quantize(root: nn.Module, prefix: str, config: DecoderConfig, quantization: Quantization) -> None:
-    """Hold the weights below `root` packed, whose checkpoint names begin with `prefix`, if the checkpoint packs them.
+    """Hold the weights below `root` packed, if the checkpoint packs them.
 
-    A module `lm_head` has no prefix. Errors are those of `Linear.quantize`.
+    prefix: beginning of their names in the checkpoint. A module `lm_head` has no prefix. The errors are
+    `Linear.quantize`'s.
     """
     for path, module in list(root.named_modules()):
         name = _OF_OURS.sub("", f"{prefix}.{path}").replace(".mlp", f".{config.mlp_name}")
+        name = name.replace(".linear_attn", f".{config.recurrent_name}")
         if isinstance(module, SparseMoe):
             module.quantize(name, quantization)
         elif isinstance(module, Linear):
@@ -549,7 +563,7 @@ def family(
     renames: Mapping[str, str] = Network.renames,
     layer_class: type[DecoderLayer] = DecoderLayer,
 ) -> type[Network]:
-    """Return a family that differs from others only in `fields` of `decoder_config`, weight names and layers."""
+    """Return a family that differs from others only in fields of `decoder_config`, weight names and layers."""
 
     class Family(Network):
         @classmethod
@@ -566,6 +580,6 @@ def _stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor
 
 
 def _pack(module: Linear | SparseMoe, dtype: torch.dtype) -> None:
-    """Pack a module if that is still possible: those before it may have taken the memory."""
+    """Pack a module if memory suffices: packing the modules before it may have used it up."""
     if module.bytes_to_pack(dtype):
         module.pack(dtype)

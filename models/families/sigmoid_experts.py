@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.checks import MAX_HEAD_DIM
+from paged.kernels.core.errors import shown
 from paged.models.families.dense import NO_BIAS, exaone_attention
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
 from paged.models.families.network import family
@@ -25,7 +25,7 @@ from paged.models.layers.decoder_config import (
 from paged.models.layers.rope import rope_config, ropes_by_window
 from paged.models.loading.hf_config import HfConfig
 
-# Constants of MiniMax-M2 in transformers, repeated by published configurations.
+# transformers has these constants of MiniMax-M2 built in; published configurations repeat them.
 _MINIMAX_BUILT_IN = {
     "scoring_func": "sigmoid",
     "use_routing_bias": True,
@@ -33,7 +33,7 @@ _MINIMAX_BUILT_IN = {
     "qk_norm_type": "per_layer",
 }
 _EXAONE_RENAMES = {r"\.gate\.e_score_correction_bias$": ".e_score_correction_bias"}
-# Names of transformers' own parameters -> names in published files.
+# Tensor name in transformers -> name in published files.
 _HY3_RENAMES = {
     r"\.mlp\.gate\.weight$": ".mlp.router.gate.weight",
     r"\.mlp\.e_score_correction_bias$": ".mlp.expert_bias",
@@ -48,7 +48,7 @@ _MIMO_RENAMES = {r"\.attention_sink_bias$": ".sinks"}
 
 def _dots1(hf: HfConfig) -> dict[str, Any]:
     """dots.llm1 (rednote, 2025): norms of heads, experts as in GLM-4.5; the last layers may have a window."""
-    hf.value("use_sliding_window")  # published, and ignored
+    hf.value("use_sliding_window")  # published, but nothing reads it
     window, first = hf.optional_integer("sliding_window"), hf.integer("max_window_layers", minimum=0)
     return {
         "window": layer_windows(hf, window, lambda layer: window is not None and layer >= first),
@@ -79,8 +79,10 @@ def _exaone_moe(hf: HfConfig) -> dict[str, Any]:
 
 
 def _glm4_moe(hf: HfConfig) -> dict[str, Any]:
-    """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias, experts from the best groups, shared experts; the
-    first layers are dense."""
+    """GLM-4.5 to 4.7 (GLM Team, 2025): sigmoid routing with a bias, experts from the best groups, shared experts.
+
+    The first layers are dense.
+    """
     qk_norm = None
     if hf.flag("use_qk_norm"):
         qk_norm = "head"
@@ -98,7 +100,7 @@ def _hy3(hf: HfConfig) -> dict[str, Any]:
     for key in ("qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias", "route_norm"):
         hf.choice(key, True)
     for part in ("attention_fp32_softmax", "lm_head_fp32", "moe_fp32_combine"):
-        hf.value(f"enable_{part}")  # roundings of the authors' code
+        hf.value(f"enable_{part}")  # only changes roundings in the authors' code
     size = hf.integer("moe_intermediate_size")
     hf.choice("expert_hidden_dim", size)
     _check_sigmoid(hf)
@@ -124,8 +126,10 @@ def _hy3(hf: HfConfig) -> dict[str, Any]:
 
 
 def _laguna(hf: HfConfig) -> dict[str, Any]:
-    """Laguna (Poolside, 2026): layers have their own numbers of query heads, whose outputs are gated by softplus;
-    sigmoid routing with a bias and a shared MLP; another rotation in layers with a window."""
+    """Laguna (Poolside, 2026): sigmoid routing with a bias and a shared MLP; softplus gates the output of heads.
+
+    Each layer has its own number of query heads. Layers with a window have another rotation.
+    """
     hf.choice("moe_apply_router_weight_on_input", False)
     hf.choice("moe_router_logit_softcapping", 0)
     _check_sigmoid(hf)
@@ -159,14 +163,17 @@ def _laguna(hf: HfConfig) -> dict[str, Any]:
         "window": windows,
         "rope": by_window(windows, *ropes_by_window(hf, 1e4, is_partial=True)),
         "qk_norm": "head",
-        "softplus_gate": gate_size,
+        "head_gate": "softplus",
+        "head_gate_size": gate_size,
         "moe": experts,
     }
 
 
 def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
-    """MiMo-V2-Flash (Xiaomi, 2025): sigmoid routing with a bias; layers with a window have sinks, other KV heads and
-    another rotation."""
+    """MiMo-V2-Flash (Xiaomi, 2025): sigmoid routing with a bias.
+
+    Layers with a window have sinks, other KV heads and another rotation.
+    """
     hf.choice("attention_projection_layout", "split")
     num_layers, num_heads, kv_heads = (
         count_layers(hf),
@@ -178,10 +185,11 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
         hf.choice(f"swa_{key}", size)
     _check_sigmoid(hf)
 
-    # `hybrid_layer_pattern` has 1 for each layer with a window; by default, the first and every sixth have none.
+    # `hybrid_layer_pattern` has a 1 for each layer with a window. Without the pattern, the first and every sixth layer
+    # have no window.
     window = hf.integer("sliding_window")
     if hf.value("sliding_window_size") is not None:
-        window = hf.integer("sliding_window_size") + 1  # the token itself is beside these
+        window = hf.integer("sliding_window_size") + 1  # sliding_window_size does not count the token itself
     hf.value("attention_chunk_size")  # another name of the window
     pattern = hf.items("hybrid_layer_pattern", int)
     if not pattern:
@@ -221,7 +229,7 @@ def _mimo_v2(hf: HfConfig) -> dict[str, Any]:
 
 
 def _minimax_m2(hf: HfConfig) -> dict[str, Any]:
-    """MiniMax-M2 (MiniMax, 2025): sigmoid routing with a bias and weights that sum to 1.
+    """MiniMax-M2 (MiniMax, 2025): sigmoid routing with a bias and routing weights that sum to 1.
 
     Norms span all query and all key heads; only part of each head rotates.
     """
@@ -254,14 +262,14 @@ def _solar_open(hf: HfConfig) -> dict[str, Any]:
     return {"o_bias": False, "moe": experts, "intermediate_size": experts.intermediate_size}
 
 
-def sigmoid_experts(hf: HfConfig, shared_size: int | None = None) -> MoeConfig:
-    """Return experts with the routing of DeepSeek-V3.
+def sigmoid_experts(hf: HfConfig, shared_size: int | None = None, **fields: Any) -> MoeConfig:
+    """Return experts with the routing of DeepSeek-V3, and other fields of MoeConfig.
 
-    shared_size: intermediate size of the shared MLP; None for `n_shared_experts` times that of an expert.
+    shared_size: intermediate size of the shared MLP; None for `n_shared_experts` times an expert's size.
     """
     _check_sigmoid(hf)
     bias = "gate.e_score_correction_bias"
-    return grouped_experts(hf, shared_size, scoring="sigmoid", correction_bias=bias, float32_router=True)
+    return grouped_experts(hf, shared_size, scoring="sigmoid", correction_bias=bias, float32_router=True, **fields)
 
 
 def grouped_experts(hf: HfConfig, shared_size: int | None = None, **fields: Any) -> MoeConfig:
@@ -290,10 +298,10 @@ def after_dense(hf: HfConfig, moe: MoeConfig, key: str = "first_k_dense_replace"
 
 
 def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, ...]:
-    """Return experts for the layers that `mlp_layer_types` calls sparse; without it, see `after_dense`.
+    """Return experts for the layers that `mlp_layer_types` calls sparse; without the key, see `after_dense`.
 
     Raises:
-        CheckpointError: there are not as many types as layers, or one is unknown.
+        CheckpointError: there are not as many types as layers, or a type is unknown.
     """
     by_count, kinds = after_dense(hf, moe), hf.items("mlp_layer_types", str)
     if not kinds:
@@ -304,19 +312,19 @@ def by_mlp_layer_types(hf: HfConfig, moe: MoeConfig) -> tuple[MoeConfig | None, 
 
 
 def _check_sigmoid(hf: HfConfig) -> None:
-    """Raise UnsupportedError unless the names of the routing are the published ones of sigmoid routing."""
+    """Raise UnsupportedError unless the keys of the routing have the published values for sigmoid routing."""
     for key in ("scoring_func", "topk_method"):
         hf.choice(key, "sigmoid", "noaux_tc")
 
 
 def _check_repeated(hf: HfConfig, key: str, expected: list[Any]) -> None:
-    """Raise CheckpointError unless a list that repeats what other keys say is absent or as expected."""
+    """Raise CheckpointError unless a list that repeats other keys is absent or as expected."""
     values = hf.value(key)
     if values is not None and values != expected:
         raise CheckpointError(f"{hf.source}: {key} = {shown(values)}, expected {shown(expected)} by other keys")
 
 
-# Keys are names in `architectures` of config.json.
+# Name in `architectures` of config.json -> family.
 SIGMOID_EXPERTS = {
     "Dots1ForCausalLM": family("dots1", _dots1),
     "ExaoneMoeForCausalLM": family("exaone_moe", _exaone_moe, _EXAONE_RENAMES),
@@ -327,5 +335,5 @@ SIGMOID_EXPERTS = {
     "MiniMaxM2ForCausalLM": family("minimax_m2", _minimax_m2, MIXTRAL_RENAMES),
     "SolarOpenForCausalLM": family("solar_open", _solar_open),
 }
-# A text part of multimodal models that has no architecture of its own.
+# Text part of multimodal models; it has no architecture of its own.
 SIGMOID_PARTS = (family("glm4v_moe_text", _glm4_moe),)

@@ -1,4 +1,4 @@
-"""The configuration of a decoder that transformers' own module runs."""
+"""The configuration of a decoder that runs as transformers' own module."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paged.models.layers.config import DecoderConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleConfig(DecoderConfig):
-    """A decoder that transformers' own module runs.
+    """A decoder that runs as transformers' own module.
 
     Attributes:
         architecture: name of the class in transformers.
         model_class, config: transformers' class and its configuration.
-        text_module: name of the module inside that makes logits of text; "" for the whole model.
+        text_module: name of the submodule that makes logits of text; "" for the whole model.
         places: names of the attention modules, in the order of their calls.
-        decoder: name of the module that makes final hidden states of token ids.
+        decoder: name of the module that turns token ids into final hidden states.
         layers: name of the list of layers.
         linears: names of the linear layers whose weights no other code reads.
         unused: names of the modules that text does not need, such as a vision tower.
-        plan: styles of transformers' plan for tensor parallelism, by names of submodules and parameters.
+        tp_styles: styles of transformers' `tp_plan`, by names of submodules and parameters.
     """
 
     architecture: str
@@ -34,4 +34,4 @@ class ModuleConfig(DecoderConfig):
     layers: str
     linears: tuple[str, ...]
     unused: tuple[str, ...]
-    plan: Mapping[str, str]
+    tp_styles: Mapping[str, str]

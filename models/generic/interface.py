@@ -1,4 +1,4 @@
-"""Attention functions for transformers' own modules: one over our paged KV cache, one that records a module's calls."""
+"""Attention functions for transformers' own modules: one over our paged KV cache, one that notes a module's calls."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from transformers.modeling_utils import AttentionInterface
 from paged.errors import UnsupportedError
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
-from paged.kernels.common.operation import Bound
-from paged.metadata import AttentionMetadata
+from paged.kernels.core.operation import Bound
 from paged.models.generic.experts import ModuleExperts
 from paged.models.layers.config import AttentionConfig
+from paged.step.metadata import AttentionMetadata
 
-# Names in transformers' attention interface. Masks are made for the second name only.
-PAGED, RECORDING = "paged_cache", "paged_recording"
+# Names in transformers' attention interface. transformers makes masks for PROBE only.
+PAGED, PROBE = "paged_cache", "paged_probe"
 # Name in transformers' experts interface.
 EXPERTS = "paged_experts"
 # Attribute of an attention module that holds its `PagedLayer` or the list of `AttentionCall`s.
 _PLACE = "paged_place"
-# Tensors that transformers passes to every attention function and that change nothing there.
+# Tensors that transformers passes to every attention function, and that do not change its result.
 _HARMLESS = frozenset(("position_ids", "cache_position", "position_embeddings", "input_ids"))
 
 
@@ -32,8 +32,8 @@ def register() -> None:
     """Add the functions to transformers' interfaces; may be called repeatedly."""
     ExpertsInterface.register(EXPERTS, _run_experts)
     AttentionInterface.register(PAGED, _attend)
-    AttentionInterface.register(RECORDING, _record)
-    AttentionMaskInterface.register(RECORDING, _recorded_mask)
+    AttentionInterface.register(PROBE, _note_call)
+    AttentionMaskInterface.register(PROBE, _noted_mask)
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Step:
 class PagedLayer:
     """The cache of one attention module; `PagedLayer.of` finds it from the module.
 
-    no_rotation: `rope_table` of None, [max_seq_len, 0].
-    k_scale, v_scale: factors of an 8-bit cache; a missing one is 1.
+    no_rotation: rotary table without columns, [max_seq_len, 0], because the module rotates by itself.
+    k_scale, v_scale: factors of an 8-bit cache; a missing factor is 1.
     """
 
     config: AttentionConfig
@@ -61,9 +61,10 @@ class PagedLayer:
     v_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        # The module has rotated: a table without columns rotates nothing. A CPU has a numba kernel for this operation.
+        # `no_rotation` has no columns, so this call only writes K/V: the module has rotated them. This operation is
+        # chosen because it has a numba kernel for CPUs.
         self.write = Bound(qk_norm_rope_and_cache, by=1)
-        self.attend = Bound(paged_attention)
+        self.attend = Bound(paged_attention, step="plan")
         self.window_size = self.config.window_size
 
     def attach(self, module: torch.nn.Module) -> None:
@@ -73,7 +74,7 @@ class PagedLayer:
 
 @dataclass
 class AttentionCall:
-    """One call of the attention function, as `_record` sees it.
+    """One call of the attention function, as `_note_call` sees it.
 
     Attributes:
         query, key, value: shapes [1, heads, tokens, head size].
@@ -91,30 +92,30 @@ class AttentionCall:
 
 @dataclass
 class Calls:
-    """The calls of one forward."""
+    """The recorded calls of one forward."""
 
     calls: list[AttentionCall] = field(default_factory=list)
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Record the calls of all modules below `module`."""
+        """Note the calls of all modules below `module`."""
         for part in module.modules():
             setattr(part, _PLACE, self)
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Record no longer."""
+        """Stop noting calls."""
         for part in module.modules():
-            if hasattr(part, _PLACE):  # some models replace modules in a forward
+            if hasattr(part, _PLACE):  # the forward of some models replaces modules, so the attribute may be gone
                 delattr(part, _PLACE)
 
 
-def _recorded_mask(*_: Any, q_length: int, kv_length: int, mask_function: Any, device: Any, **__: Any) -> torch.Tensor:
-    """Return an empty mask that knows its function of positions."""
+def _noted_mask(*_: Any, q_length: int, kv_length: int, mask_function: Any, device: Any, **__: Any) -> torch.Tensor:
+    """Return an empty mask that carries its function of positions."""
     mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     mask.mask_function = mask_function  # type: ignore[attr-defined]
     return mask
 
 
-def _record(
+def _note_call(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,7 +123,7 @@ def _record(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the call; return attention of the right shape without contents."""
+    """Note the call; return uninitialised attention of the right shape."""
     calls: Calls | None = getattr(module, _PLACE, None)
     if calls is None:
         raise UnsupportedError(f"{type(module).__name__} is made anew in a forward")
@@ -149,7 +150,7 @@ def _attend(
         key, value: [1, num_kv_heads, num_tokens, head size].
 
     Returns:
-        Attention [1, num_tokens, num_heads, v_head_dim], and None for weights.
+        Attention [1, num_tokens, num_heads, v_head_dim], and None in place of weights.
 
     Raises:
         UnsupportedError: the model passes a mask.
@@ -160,7 +161,7 @@ def _attend(
     config, metadata = layer.config, layer.step.metadata
     assert metadata is not None
     block_table, slot_mapping = metadata.table(layer.table)
-    dtype = value.dtype  # some models rotate in float32 and leave it to attention to round
+    dtype = value.dtype  # some models rotate in float32 and expect attention to round
     q, k, v = query[0].transpose(0, 1).to(dtype), key[0].transpose(0, 1).to(dtype), value[0].transpose(0, 1)
     layer.write(
         q[:, :0],
@@ -199,7 +200,7 @@ def _attend(
 def _run_experts(
     experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Run a module's experts; without memory, return a tensor of the right shape."""
+    """Run a module's experts; on the meta device, return a tensor of the right shape."""
     if hidden_states.is_meta:
         return torch.empty_like(hidden_states)
     ours = ModuleExperts.of(experts)
@@ -212,10 +213,10 @@ def _run_experts(
 def placed_attention(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Record a call of attention, or attend, whichever the module was attached for; arguments as `_attend`'s."""
+    """Note a call of attention, or attend, whichever the module is attached for; arguments as in `_attend`."""
     attend = _attend
     if isinstance(getattr(module, _PLACE, None), Calls):
-        attend = _record
+        attend = _note_call
     return attend(module, query, key, value, **options)
 
 

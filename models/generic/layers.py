@@ -1,4 +1,4 @@
-"""Our linear layers and norms in the place of those of transformers' modules."""
+"""Our linear layers and norms, which replace the ones in transformers' modules."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from paged.models.generic.experts import ModuleExperts
 from paged.models.layers.config import NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 
-# Names of the number that a norm adds to the mean square.
+# Possible names of a norm's attribute eps, which is added to the mean square.
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
-# Factors of a norm's input in `_our_norm`: with the second, the mean square is about as large as eps.
+# Factors of the input on which `_our_norm` compares norms. The small one makes the mean square about as large as eps.
 _FACTORS = (1.0, 1e-3)
 
 
 def use_our_layers(module: nn.Module, linears: Iterable[str], dtype: torch.dtype) -> None:
     """Replace linear layers, RMS norms and experts of a module with weights by ours.
 
-    linears: names of the linear layers, from the recorded forward. dtype: of activations.
+    linears: names of the linear layers, from the probe's forward. dtype: dtype of activations.
     """
     names = frozenset(linears)
     ours: dict[int, nn.Module] = {}
@@ -44,10 +44,10 @@ def use_our_layers(module: nn.Module, linears: Iterable[str], dtype: torch.dtype
 
 
 class ModuleLinear(Linear):
-    """Our product in the place of a linear layer, or of GPT-2's `Conv1D`."""
+    """Our product, which replaces a linear layer or GPT-2's `Conv1D`."""
 
     def __init__(self, name: str, theirs: nn.Module) -> None:
-        """name: path in the module. theirs: its parameters are taken, not copied, unless they must be transposed."""
+        """name: path in the module. theirs: the replaced layer; its parameters are moved, or copied if transposed."""
         weight: Any = theirs.weight
         if isinstance(theirs, Conv1D):
             weight = nn.Parameter(weight.T.contiguous(), requires_grad=False)
@@ -64,7 +64,7 @@ class ModuleLinear(Linear):
 
 
 class ModuleNorm(RmsNorm):
-    """Our RMS norm in the place of a module's."""
+    """Our RMS norm, which replaces a module's norm."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Return x [..., size], normed over the last axis."""
@@ -74,7 +74,7 @@ class ModuleNorm(RmsNorm):
 class _Watched(nn.Module):
     """Notes whether a linear layer is called, and whether other code reads its weight.
 
-    Such code would not find a weight in a CPU's order, or a quantised one.
+    Other code could not read a weight that is reordered for a CPU or quantised.
     """
 
     is_called = is_read = False
@@ -102,7 +102,7 @@ class _WatchedConv1D(_Watched, Conv1D):  # type: ignore[misc, override]
         return functional.linear(x, self._called().T, self.bias)
 
 
-# Classes of linear layers, and those that watch them in the recorded forward.
+# Class of a linear layer -> class that watches it in the probe's forward.
 WATCHED: dict[type[nn.Module], type[_Watched]] = {nn.Linear: _WatchedLinear, Conv1D: _WatchedConv1D}
 
 
@@ -115,7 +115,7 @@ def _eps_of(norm: nn.Module) -> float | None:
 
 
 def _our_norm(theirs: nn.Module, dtype: torch.dtype) -> ModuleNorm | None:
-    """Return a norm that gives the numbers and dtypes of a module's norm; None if ours does not."""
+    """Return our norm in place of a module's; None if our norm gives other numbers or dtypes."""
     eps = _eps_of(theirs)
     parameters = dict(theirs.named_parameters())
     if eps is None or list(parameters) != ["weight"] or list(theirs.buffers()):
@@ -127,12 +127,12 @@ def _our_norm(theirs: nn.Module, dtype: torch.dtype) -> ModuleNorm | None:
     rows = torch.randn(3, len(weight), generator=generator).to(weight.device)
     if theirs(rows.to(dtype)).dtype != dtype or theirs(rows).dtype != torch.float32:
         return None
-    reference = deepcopy(theirs).float()
+    in_float32 = deepcopy(theirs).float()
     for zero_centred in (False, True):
         ours = ModuleNorm(0, NormConfig(eps=eps, zero_centred=zero_centred))
         ours.weight = weight
         if zero_centred:  # weights stored minus 1 stay float32, see `RmsNorm`
             ours.weight = nn.Parameter(weight.float() + 1, requires_grad=False)
-        if all(torch.allclose(ours(rows * factor), reference(rows * factor), 1e-5, 1e-6) for factor in _FACTORS):
+        if all(torch.allclose(ours(rows * factor), in_float32(rows * factor), 1e-5, 1e-6) for factor in _FACTORS):
             return ours
     return None

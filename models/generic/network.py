@@ -12,7 +12,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
-from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.families.network import Network, rows_of
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
@@ -29,13 +28,13 @@ from paged.models.loading.weights import Track, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import ROUTER
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class ModuleNetwork(Network):
-    """transformers' module in the place of a family's network; all but attention, products and RMS norms is its own
-    code.
+    """transformers' module as a network: attention, products and RMS norms are ours, all other code is its own.
 
-    module: the whole model; its decoder is replaced by what returns the hidden states that `head` is given, so that
+    module: the whole model. A `GivenHidden` replaces its decoder and returns the hidden states that `head` is given. So
         logits come from the model's own forward, with its factors and caps.
     """
 
@@ -46,7 +45,7 @@ class ModuleNetwork(Network):
         module: Any = None,
         device: torch.device | None = None,
     ) -> None:
-        """module: with all weights, of which this rank's go to `device`; None builds one, on the default device."""
+        """module: the module with all weights; this rank's part moves to `device`. None builds one without weights."""
         nn.Module.__init__(self)
         share = share or Share()
         has_weights = module is not None
@@ -66,7 +65,7 @@ class ModuleNetwork(Network):
         self.draft_head = None
         self.num_weights = num_weights
         self._packed_embedding = None
-        # Never None: then `pack` would pack the embedding.
+        # An Identity instead of None, because `pack` would pack the embedding for None.
         self.lm_head: Any = module.get_output_embeddings() or nn.Identity()
         self._attentions = [module.get_submodule(name) for name in config.places]
         self._summed = [module.get_submodule(name) for name in summed(config)]
@@ -80,12 +79,12 @@ class ModuleNetwork(Network):
 
     @classmethod
     def num_sums(cls, config: DecoderConfig) -> int:
-        """Return the number of all-reduces in a step; none is for the embeddings."""
+        """Return the number of all-reduces in a step; the embeddings need none."""
         assert isinstance(config, ModuleConfig)
         return len(summed(config))
 
     def join(self, ranks: Ranks) -> None:
-        """Let the modules of a plan add up the results of all ranks; `ranks` must match `share`."""
+        """Let the modules of a `tp_plan` sum the results of all ranks; `ranks` must match `share`."""
         self.ranks = ranks
         if ranks.size > 1:
             for part in self._summed:
@@ -97,7 +96,7 @@ class ModuleNetwork(Network):
         weight: torch.Tensor = next(self.module.parameters())
         return weight
 
-    def bind(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
+    def set_caches(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every attention module its cache."""
         held = HeldCaches()
         no_rotation = rope_table(None, 0, max_seq_len, self.embed_tokens.device)
@@ -118,8 +117,8 @@ class ModuleNetwork(Network):
             self._layers.append(layer)
         share_bound(self)
 
-    def bind_weights(self) -> None:
-        """Do nothing: there are no weights of a checkpoint's packed forms."""
+    def derive_from_weights(self) -> None:
+        """Do nothing: the module has no packed weights."""
 
     def run(
         self,
@@ -127,7 +126,7 @@ class ModuleNetwork(Network):
         metadata: AttentionMetadata,
         outputs: OutputRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `forward`, and None: there is no draft head."""
+        """Return `forward`, and None, because there is no draft head."""
         return self(input_ids, metadata.positions, metadata, outputs), None
 
     def forward(
@@ -147,7 +146,7 @@ class ModuleNetwork(Network):
         return rows_of(result.last_hidden_state[0], outputs)
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Raise: rows in place of token embeddings are not supported."""
+        """Raise: a module cannot take rows that replace token embeddings."""
         raise UnsupportedError("prompt_embeds: not supported for transformers' own module")
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,7 +160,7 @@ class ModuleNetwork(Network):
         return logits if out is None else out.copy_(logits)
 
     def quantize(self, form: str, track: Track = untracked) -> None:
-        """Round the layers' projections and experts to int8 or int4 for a CPU, but for those of a router."""
+        """Round the layers' projections and experts to int8 or int4 for a CPU; routers stay plain."""
         projections: list[Callable[[str], None]] = []
         for name, module in self._decoder_layers.named_modules():
             if isinstance(module, ModuleLinear) and not any(ROUTER.match(part) for part in name.split(".")):
@@ -183,13 +182,13 @@ def drop_unused(module: nn.Module, names: Sequence[str]) -> None:
 
 
 class GivenHidden(nn.Module):
-    """Stands in for a decoder: returns the hidden states that it holds, and has the decoder's attributes."""
+    """A stand-in for a decoder: it returns the hidden states that it holds, and has the decoder's attributes."""
 
     hidden: torch.Tensor | None = None
 
     def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        self.__dict__["decoder"] = decoder  # not as a part, because its weights have another place
+        self.__dict__["decoder"] = decoder  # not a submodule, because its weights have another place
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["decoder"], name)
@@ -199,7 +198,7 @@ class GivenHidden(nn.Module):
 
 
 class HiddenOutput(BaseModelOutputWithPast):  # type: ignore[misc]
-    """Hidden states as a decoder's output, in which everything else is None."""
+    """Hidden states as a decoder's output; all other fields are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -1,6 +1,6 @@
-"""Attention of transformers' modules that compute it by code of their own: ours takes its place.
+"""Replace attention of transformers' modules that do not use its attention interface.
 
-Masks are not read: all of these modules are causal.
+Masks are not read, because all of these modules are causal.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from paged.models.generic.interface import PAGED, placed_attention
 
 
 def use_paged_attention(module: Any) -> None:
-    """Let the text part of a model of transformers run over the paged cache, without masks."""
+    """Let the text part of a transformers model run over the paged cache, without masks."""
     text = module.config.get_text_config(decoder=True)
     if text.model_type not in _PLACES:
         module.set_attn_implementation(attention_of_text(module.config, PAGED))
         return
     replace_attention(module)
     if text.model_type != _NEEDS_MASK:
-        text._attn_implementation_internal = PAGED  # `set_attn_implementation` leaves such models as they are
+        text._attn_implementation_internal = PAGED  # `set_attn_implementation` skips models that choose themselves
 
 
 def attention_of_text(config: Any, name: str) -> str | dict[str, str]:
     """Return an attention function's name for a model's text part, and transformers' own for its other parts.
 
-    config: transformers' configuration. Some vision towers choose a class by the name, and know only transformers' own;
-    so do text models with attention of their own.
+    Some vision towers choose a class by the name and know only transformers' own names. So do text models with
+    attention of their own. config: transformers' configuration.
     """
     text = config.get_text_config(decoder=True)
     if text.model_type in _PLACES:
@@ -47,14 +47,14 @@ def attention_of_text(config: Any, name: str) -> str | dict[str, str]:
 
 
 def replace_attention(module: Any) -> None:
-    """Let transformers' attention modules that do not use its interface call our functions; others stay."""
+    """Let transformers' attention modules that do not use its interface call our functions; other modules stay."""
     place = _PLACES.get(module.config.get_text_config(decoder=True).model_type)
     if place is None:
         return
     class_name, method, function = place
     for part in module.modules():
         theirs = type(part)
-        if not theirs.__module__.startswith("transformers.models."):  # a checkpoint's code may differ
+        if not theirs.__module__.startswith("transformers.models."):  # the code of a checkpoint may differ
             continue
         if theirs.__name__ == class_name:
             setattr(part, method, partial(function, part))
@@ -67,7 +67,7 @@ def _of_heads(
 ) -> tuple[torch.Tensor, None]:
     """Attention of GPT-J, CodeGen and GPT-Neo, after projections and rotation."""
     window = None
-    if getattr(module, "attention_type", None) == "local":  # in GPT-Neo, which does not scale either
+    if getattr(module, "attention_type", None) == "local":  # GPT-Neo, which does not scale either
         window = module.config.window_size
     scaling = 1 / getattr(module, "scale_attn", 1.0)
     out, weights = placed_attention(module, query, key, value, scaling=scaling, sliding_window=window)
@@ -131,7 +131,7 @@ def _mpt(module: Any, hidden_states: torch.Tensor, position_bias: torch.Tensor, 
     return module.out_proj(out.flatten(2)), weights
 
 
-# By the model_type of text models: the attention class, and the method that a function replaces.
+# model_type of a text model -> its attention class, the method that is replaced, and the function that replaces it.
 _PLACES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "bloom": ("BloomAttention", "forward", _bloom),
     "codegen": ("CodeGenAttention", "_attn", _of_heads),
@@ -142,9 +142,9 @@ _PLACES: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "openai-gpt": ("Attention", "_attn", _openai_gpt),
     "xglm": ("XGLMAttention", "forward", _xglm),
 }
-# Falcon's linear layer.
+# Class of Falcon's linear layers. It computes the same as `torch.nn.Linear`.
 _LINEAR = "FalconLinear"
-# It converts its mask, which may not be None.
+# model_type whose code converts the mask, which therefore may not be None.
 _NEEDS_MASK = "mpt"
-# Longest sequences of models whose config.json may not say them: those of the training.
+# model_type -> longest sequence in training, in tokens, for models whose config.json may not have this length.
 LENGTHS = {"bloom": 2048}

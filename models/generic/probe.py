@@ -1,4 +1,4 @@
-"""Read a decoder's sizes from transformers' own module: build it without memory, and record a long forward."""
+"""Read a decoder's sizes from transformers' own module: build it without memory, and see the calls of a forward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM
+from paged.kernels.core.checks import MAX_HEAD_DIM
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import (
     EXPERTS,
-    RECORDING,
+    PROBE,
     AttentionCall,
     Calls,
     register,
@@ -27,26 +27,28 @@ from paged.models.generic.interface import (
 )
 from paged.models.generic.layers import WATCHED
 from paged.models.generic.own_attention import LENGTHS, attention_of_text, replace_attention
-from paged.models.generic.split import plan_of
+from paged.models.generic.split import tp_styles_of
 from paged.models.layers.config import AttentionConfig, NormConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
 from paged.tools.printable import one_line
 
-# Names of the longest sequence in config.json, beside those that transformers maps to the first.
+# Keys of config.json for the longest sequence. transformers maps further keys to the first one.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "n_ctx")
-# Rotations that depend on the longest sequence of a step, and so on the other sequences in it.
+# Rotations that are refused: they depend on the longest sequence of a step, so the other sequences of the step would
+# change a sequence's result.
 _CHANGING_ROPES = ("dynamic", "longrope")
-# Tokens of the recorded forward, or the longest sequence: DeepSeek-V4 compresses groups of 128 tokens to one key, and
-# sparse attention begins at some thousand. Without memory, the number costs nothing.
+# Most tokens of the probe's forward: so many that sparse attention and compressed keys have an effect. The forward runs
+# on meta tensors, so tokens cost nothing.
 _NUM_TOKENS = 1 << 16
-# The same if the longest sequence is unknown: some recurrent layers, which are refused, loop over the tokens.
+# Tokens of the probe's forward if the longest sequence is unknown. The number is small because some recurrent layers,
+# which are refused later, loop over the tokens.
 _FEW_TOKENS = 64
 _LAYER = re.compile(r"^(.*?)\.(\d+)\.")
 
 
 def read_module_config(hf: HfConfig, folder: Path, *, trust_remote_code: bool = False) -> ModuleConfig | None:
-    """Return the configuration of a checkpoint that transformers' own module can run; None if there is no such class.
+    """Return the configuration of a checkpoint that transformers' own module can run; None if it has no such class.
 
     Raises:
         UnsupportedError: the module does not compute attention as a paged cache needs it; the message begins with the
@@ -61,11 +63,11 @@ def read_module_config(hf: HfConfig, folder: Path, *, trust_remote_code: bool = 
         return _Probe(hf, model_class, config).config()
     except UnsupportedError as error:
         raise UnsupportedError(f"{hf.source}: transformers' {name} cannot run with a paged cache: {error}") from error
-    except Exception as error:  # from transformers' code, of any type
+    except Exception as error:  # transformers' code raises any type
         reason = one_line(f"{type(error).__name__}: {error}", 300)
-        if isinstance(error, KeyError) and error.args == (RECORDING,):
+        if isinstance(error, KeyError) and error.args == (PROBE,):
             reason = "no layer calls attention through transformers' interface"
-        if "meta tensor" in reason:  # PyTorch's words for a read that has no value
+        if "meta tensor" in reason:  # PyTorch's message for reading a value without memory
             reason = f"its forward reads tensors on the host ({reason})"
         raise UnsupportedError(f"{hf.source}: transformers' {name} cannot be built or run: {reason}") from error
 
@@ -77,9 +79,9 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
         from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-        reference = auto_map.text("AutoModelForCausalLM")
-        return get_class_from_dynamic_module(reference, folder, local_files_only=True), config
-    # MPT was published as MPTForCausalLM, which is MptForCausalLM in transformers.
+        class_path = auto_map.text("AutoModelForCausalLM")
+        return get_class_from_dynamic_module(class_path, folder, local_files_only=True), config
+    # transformers has MptForCausalLM; the model was published as MPTForCausalLM.
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf.text("model_type", ""), "")
     for name in hf.items("architectures", str):
         if name.casefold() == str(decoder).casefold():
@@ -91,7 +93,7 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
         if config_class is not None and config_class.model_type == hf.values.get("model_type"):
             try:
                 return model_class, config_class.from_pretrained(folder, local_files_only=True)
-            except Exception as error:  # transformers validates with many types
+            except Exception as error:  # transformers raises many types
                 raise CheckpointError(f"{hf.source}: {one_line(str(error), 300)}") from error
     return None, None
 
@@ -99,7 +101,7 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
 def build(model_class: Any, config: Any, attention: str, text_module: str = "") -> nn.Module:
     """Return a module without memory that runs the attention function of this name.
 
-    text_module: name of a module inside, which is returned alone.
+    text_module: name of a submodule to return alone.
     """
     if hasattr(model_class, "_from_config"):
         with torch.device("meta"):
@@ -114,7 +116,7 @@ def build(model_class: Any, config: Any, attention: str, text_module: str = "") 
 
 
 class _Probe:
-    """One recorded forward of a module without memory."""
+    """One forward of a module without memory."""
 
     def __init__(self, hf: HfConfig, model_class: Any, config: Any, text_module: str = "") -> None:
         register()
@@ -125,7 +127,7 @@ class _Probe:
             raise UnsupportedError("quantization_config: packed weights need a family")
         if getattr(config, "is_encoder_decoder", False):
             raise UnsupportedError("is_encoder_decoder: an encoder reads the prompt")
-        self.module: Any = build(model_class, config, RECORDING, text_module)
+        self.module: Any = build(model_class, config, PROBE, text_module)
         replace_attention(self.module)
         self.names = {id(module): name for name, module in self.module.named_modules()}
         self.hidden: torch.Tensor | None = None
@@ -136,10 +138,10 @@ class _Probe:
         self.num_tokens = min(_NUM_TOKENS, self.max_positions or _FEW_TOKENS)
 
     def config(self) -> ModuleConfig:
-        """Return what the forward shows: of the whole model, or of its text module if the whole needs an image."""
+        """Return the configuration of the forward: the whole model's, or its text module's if it needs an image."""
         try:
             logits, calls = self._run()
-        except (TypeError, ValueError):  # for a missing image
+        except (TypeError, ValueError):  # the image is missing
             text_module = self._text_module()
             if not text_module:
                 raise
@@ -180,7 +182,7 @@ class _Probe:
             layers=layers,
             linears=tuple(self.linears),
             unused=tuple(self._unused(layers)),
-            plan=plan_of(self.module),
+            tp_styles=tp_styles_of(self.module),
         )
 
     def _run(self) -> tuple[torch.Tensor, list[AttentionCall]]:
@@ -193,7 +195,7 @@ class _Probe:
                 linears[name] = part
         ids = torch.zeros(1, self.num_tokens, dtype=torch.int64, device="meta")
         with self._watched(calls), _NothingFound(), torch.no_grad():
-            # Without a mask of tokens transformers would read positions, which have no values here.
+            # Without a mask of tokens, transformers would read positions, which have no values here.
             mask = torch.ones_like(ids)
             result = self.module(input_ids=ids, attention_mask=mask, position_ids=ids, use_cache=False)
         calls.detach(self.module)
@@ -205,7 +207,7 @@ class _Probe:
 
     @contextmanager
     def _watched(self, calls: Calls) -> Iterator[None]:
-        """Find the module that makes hidden states: the first below the model whose call holds calls of attention."""
+        """Find the module that makes hidden states: the first submodule whose call contains calls of attention."""
         counts: dict[str, int] = {}
         hooks = []
 
@@ -229,7 +231,7 @@ class _Probe:
                 hook.remove()
 
     def _text_module(self) -> str:
-        """Return the name of the module inside that has the text model's configuration and a head; "" for none."""
+        """Return the name of a submodule with the text model's configuration and a head; "" if there is none."""
         for name, part in self.module.named_modules():
             is_model = isinstance(part, transformers.PreTrainedModel)
             if name and is_model and part.config is self.text and part.get_output_embeddings() is not None:
@@ -239,8 +241,8 @@ class _Probe:
     def _unused(self, layers: str) -> list[str]:
         """Return the names of the largest modules with weights outside of `layers` that were not called.
 
-        Of a model with parts of their own configurations only. `check_module` runs without them: code that reads
-        their attributes fails there.
+        Only models whose parts have their own configurations have unused modules. `check_module` runs without them, so
+        code that reads their attributes fails there.
         """
         unused: list[str] = []
         if not self.hf_config.sub_configs:
@@ -256,7 +258,7 @@ class _Probe:
         return unused
 
     def _layers(self, places: list[str]) -> str:
-        """Return the name of the list of layers, each of which must call attention, no module of it twice."""
+        """Return the name of the list of layers. Each layer must call attention, and no module may call it twice."""
         repeated = sorted({place for place in places if places.count(place) > 1})
         if repeated:
             raise UnsupportedError(f"{repeated[0]} calls attention {places.count(repeated[0])} times for a token")
@@ -295,7 +297,7 @@ class _Probe:
         """Return the attention of one module.
 
         Raises:
-            UnsupportedError: the call has something that a paged cache does not give.
+            UnsupportedError: the call needs something that a paged cache does not offer.
         """
         name, options = self.names[id(call.module)], call.options
         (_, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, k_dim) = call.query, call.key
@@ -330,7 +332,7 @@ class _Probe:
         )
 
     def _window(self, name: str, call: AttentionCall) -> int | None:
-        """Return the window that a call's mask shows at many positions; None for none.
+        """Return the window that a call's mask shows at many positions; None for no window.
 
         Raises:
             UnsupportedError: the mask is the model's own, or neither causal nor a causal window.
@@ -359,7 +361,7 @@ class _Probe:
 
 
 class _NothingFound(TorchDispatchMode):
-    """Without memory, let `nonzero` find nothing: then code that loops over the experts with tokens calls none."""
+    """Let `nonzero` of a tensor without memory find nothing, so that loops over experts with tokens call no expert."""
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if operation is torch.ops.aten.nonzero.default:

@@ -7,35 +7,34 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.dlpack import from_dlpack
 
 from paged.errors import UnsupportedError
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
-from paged.kernels.common.device import backend
-from paged.kernels.common.operation import Bound
+from paged.kernels.core.device import backend
+from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.metadata import AttentionMetadata, OutputRows
-from paged.models.layers.attention_options import AxesRotation, HeadsOption, heads_options
+from paged.models.layers.attention_options import AxesRotation, HeadGate, HeadsOption, heads_options
 from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class HeldCaches:
-    """A model's caches as separate tensors on the same memory, which suits compilers.
+    """A model's caches as separate tensors on the same memory, as compilers need them.
 
-    Inductor copies a cache before and after every write if it is part of a larger storage. So each slot of the cache
-    (see `KvCacheTensors`) is a storage of its own. If layers of different tables share a slot, a compiler must know
-    that a write to one is a write to the other: they hold one tensor, or two views of one storage if their heads
-    differ.
+    Inductor copies a cache before and after every write if the cache is part of a larger storage. So each plane of the
+    cache (see `KvCacheTensors`) is a storage of its own. Layers of different tables can share a plane. A compiler must
+    then know that a write to one layer is a write to the other: both hold the same tensor, or two views of one storage
+    if their heads differ.
     """
 
     def __init__(self) -> None:
-        # Keys say which memory a tensor sees: its address, shape, strides and dtype.
-        self._slots: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        # The key says which memory a tensor sees: its address, shape, strides and dtype.
+        self._planes: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
         self._caches: dict[tuple[int, torch.Size, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
     def of(self, cache: torch.Tensor) -> torch.Tensor:
@@ -44,32 +43,32 @@ class HeldCaches:
         if place not in self._caches:
             length = cache.shape[0] * cache.stride(0)
             offset = int(cache.storage_offset()) % length
-            slot = self._slot(cache, offset, length)
-            self._caches[place] = slot.as_strided(cache.shape, cache.stride(), slot.storage_offset() + offset)
+            plane = self._plane(cache, offset, length)
+            self._caches[place] = plane.as_strided(cache.shape, cache.stride(), plane.storage_offset() + offset)
         return self._caches[place]
 
-    def _slot(self, cache: torch.Tensor, offset: int, length: int) -> torch.Tensor:
-        """Return the slot of `length` elements in which the cache begins at `offset`, as a storage of its own."""
+    def _plane(self, cache: torch.Tensor, offset: int, length: int) -> torch.Tensor:
+        """Return, as a storage of its own, the plane of `length` elements that the cache reads from `offset` on."""
         place = cache.data_ptr() - offset * cache.itemsize, length, cache.dtype
-        if place not in self._slots:
-            slot = cache.as_strided((length,), (1,), cache.storage_offset() - offset)
-            # As bytes: some DLPack versions lack 8-bit floats.
-            self._slots[place] = from_dlpack(slot.view(torch.uint8)).view(cache.dtype)
-        return self._slots[place]
+        if place not in self._planes:
+            plane = cache.as_strided((length,), (1,), cache.storage_offset() - offset)
+            # The exchange goes through bytes, because some DLPack versions lack 8-bit floats.
+            self._planes[place] = from_dlpack(plane.view(torch.uint8)).view(cache.dtype)
+        return self._planes[place]
 
 
 class Attention(nn.Module):
     """Grouped-query attention over a paged KV cache: project, norm, rotate and write, attend, project.
 
     Shapes: T tokens, R rows that are returned, Hq query heads, Hkv heads of keys and values, D elements of a query or
-    key, Dv elements of a value. Values are the stored ones times the scales; a missing scale is 1. int8 caches have a
+    key, Dv elements of a value. A value is its stored number times its scale; a missing scale is 1. int8 caches have a
     scale per row.
 
     Attributes:
         options: changes of queries, keys and values before they are written; most models have none.
         head_weights: weights of the norms of query and key heads; None for no norm.
         axes: rotation by several positions of a token; None for one position.
-        query_factors: float32 [positions, 1, 1], growth of queries with their position; None for none.
+        query_factors: float32 [positions, 1, 1], factors for queries by position; None for no factors.
     """
 
     k_cache: torch.Tensor
@@ -89,14 +88,14 @@ class Attention(nn.Module):
         self.eps = config.norms.eps
         sizes = _projected_sizes(layer)
         self.sizes = list(sizes.values())
-        self.q_width = sizes["q_proj"] // layer.num_heads  # of a head, its gate included
+        self.q_width = sizes["q_proj"] // layer.num_heads  # elements of a head's query and gate
         if layer.fused:
             sizes = {"qkv_proj": sum(self.sizes)}
         self.qkv_proj = Linear(config.hidden_size, sizes, bias=layer.qkv_bias)
         self.o_proj = Linear(layer.num_heads * layer.v_head_dim, {"o_proj": config.hidden_size}, bias=layer.o_bias)
-        self.gate_proj: Linear | None = None
-        if layer.softplus_gate:
-            self.gate_proj = Linear(config.hidden_size, {"g_proj": layer.num_heads * layer.softplus_gate})
+        self.gate_proj: HeadGate | None = None
+        if layer.head_gate is not None:
+            self.gate_proj = HeadGate(config.hidden_size, layer)
         self.q_norm: RmsNorm | None = None
         self.k_norm: RmsNorm | None = None
         if layer.qk_norm == "head":
@@ -107,9 +106,10 @@ class Attention(nn.Module):
         self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         self.window_size = layer.window_size
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.qk_norm_rope_and_cache, self.paged_attention = Bound(qk_norm_rope_and_cache), Bound(paged_attention)
+        self.qk_norm_rope_and_cache = Bound(qk_norm_rope_and_cache)
+        self.paged_attention = Bound(paged_attention, step="plan")
 
-    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+    def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         layer, device = self.config, cos_sin_cache.device
         self.k_cache, self.v_cache = k_cache, v_cache
@@ -122,7 +122,7 @@ class Attention(nn.Module):
             if self.k_norm is not None:
                 self.head_weights = self.q_norm.weight, self.k_norm.weight
         for option in self.options:
-            option.bind(device)
+            option.make_constants(device)
         if layer.rope is not None and layer.rope.mrope_section:
             self.axes = AxesRotation(layer.rope, cos_sin_cache)
         if layer.query_growth is not None:
@@ -144,22 +144,21 @@ class Attention(nn.Module):
         parts = self.qkv_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
         q = parts[0].view(num_tokens, layer.num_heads, self.q_width)  # [T, Hq, D]
         k = parts[1].view(num_tokens, layer.num_kv_heads, layer.head_dim)  # [T, Hkv, D]
-        # The keys if there is no `v_proj`.
+        # Without a `v_proj`, the values are the keys.
         v = parts[-1].view(num_tokens, layer.num_kv_heads, layer.v_head_dim)  # [T, Hkv, Dv]
         gate: torch.Tensor | None = None
-        if layer.output_gate:  # the second half of each query head
+        if layer.output_gate:  # the gate is the second half of each query head
             q, gate = q.chunk(2, -1)  # both [T, Hq, D]
             gate = gate.sigmoid()
         elif self.gate_proj is not None:
-            gate = self.gate_proj(hidden).unflatten(-1, (layer.num_heads, -1))  # [T, Hq, 1 or Dv]
-            gate = functional.softplus(gate.float()).to(q.dtype)
+            gate = self.gate_proj.heads(hidden)  # [T, Hq, 1 or Dv]
 
         # Norm, rotate and write.
         write: Callable[..., torch.Tensor] = self.qk_norm_rope_and_cache
         rotation, rotation_rows = self.cos_sin_cache, positions
         if self.axes is not None and embeds is not None and embeds.rope_positions is not None:
             rotation, rotation_rows = self.axes.of_step(embeds, embeds.rope_positions)
-            write = qk_norm_rope_and_cache  # not bound: this table has another shape in every step
+            write = qk_norm_rope_and_cache  # no `Bound`: this table has another shape in every step
         for option in self.options:
             q, k, v, rotation = option(q, k, v, rotation, rotation_rows)
         q_weight, k_weight = self.head_weights
@@ -194,9 +193,9 @@ class Attention(nn.Module):
 
         Args:
             q: [T, Hq, D].
-            gate: [T, Hq, 1 or Dv], multiplies the heads' outputs; None for none.
+            gate: [T, Hq, 1 or Dv], multiplies the heads' outputs; None for no gate.
             positions: [T].
-            block_table: of the layer's cache.
+            block_table: the block table of the layer's cache.
         """
         layer, mask = self.config, None
         queries: AttentionMetadata | OutputRows = metadata
@@ -210,8 +209,8 @@ class Attention(nn.Module):
         # Attend.
         attend = self.paged_attention
         if metadata.embeds is not None and metadata.embeds.mask is not None:
-            attend, mask = paged_attention, metadata.embeds.mask  # not bound: few steps have a mask
-        # A compiled model does not read the context, and is never invariant.
+            attend, mask = paged_attention, metadata.embeds.mask  # no `Bound`: few steps have a mask
+        # A compiled model cannot read the context, and is never batch-invariant.
         is_invariant = not torch.compiler.is_dynamo_compiling() and backend().is_invariant
         out = q.new_empty(*q.shape[:-1], layer.v_head_dim)  # [R, Hq, Dv]
         attend(
@@ -242,27 +241,28 @@ class Attention(nn.Module):
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
         return projected
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = self.qkv_proj.weight_slots(prefix) | self.o_proj.weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = self.qkv_proj.destinations(prefix) | self.o_proj.destinations(prefix)
         if self.gate_proj is not None:
-            slots |= self.gate_proj.weight_slots(prefix)
+            destinations |= self.gate_proj.destinations(prefix)
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
-                slots |= norm.weight_slots(f"{prefix}.{name}")
+                destinations |= norm.destinations(f"{prefix}.{name}")
         for option in self.options:
-            slots |= option.weight_slots(prefix)
+            destinations |= option.destinations(prefix)
         if self.sinks is not None:
-            slots[f"{prefix}.sinks"] = self.sinks
-        return slots
+            destinations[f"{prefix}.sinks"] = self.sinks
+        return destinations
 
 
 class SharedKvAttention(Attention):
-    """Attention to the keys and values of an earlier layer (Gemma 4, 2026): it projects and writes none."""
+    """Attention to the keys and values of an earlier layer (Gemma 4, 2026). The layer has no keys and values itself."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__(config, index)
         layer = self.config
-        if layer.qk_norm in ("width", "layer") or layer.output_gate or layer.softplus_gate or layer.norm_after_rope:
+        has_gate = layer.output_gate or layer.head_gate is not None
+        if layer.qk_norm in ("width", "layer") or has_gate or layer.norm_after_rope:
             raise UnsupportedError(
                 f"layer {index} reads K/V of layer {layer.shares_kv_with}, expected norms of heads before the rotation "
                 "and no gate"
@@ -290,7 +290,7 @@ def _projected_sizes(layer: AttentionConfig) -> dict[str, int]:
     """Return the output sizes of the projections before attention, by name."""
     sizes = {"q_proj": layer.num_heads * layer.head_dim}
     if layer.output_gate:
-        sizes["q_proj"] *= 2  # a gate beside each head's query
+        sizes["q_proj"] *= 2  # a head's gate stands beside its query
     if layer.shares_kv_with is None:
         sizes["k_proj"] = layer.num_kv_heads * layer.head_dim
         if not layer.k_eq_v:

@@ -1,4 +1,4 @@
-"""Options of attention that a few families have. Each is an object beside the plain path of `Attention.forward`."""
+"""Options of attention that a few families have. Each is an object, so `Attention.forward` stays plain."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paged.kernels.common.operation import Bound
+from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.metadata import EmbeddedRows
-from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import RmsNorm, empty_parameter
+from paged.models.layers.config import AttentionConfig, DecoderConfig
+from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.rope import RopeConfig, rope_axes
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import EmbeddedRows
 
 # Queries [T, Hq, D], keys [T, Hkv, D], values [T, Hkv, Dv] and the rotary table [positions, rotated].
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -24,24 +24,24 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class HeadsOption(nn.Module):
     """A change of queries, keys, values or the rotary table before they are rotated and written."""
 
-    def bind(self, device: torch.device) -> None:
+    def make_constants(self, device: torch.device) -> None:
         """Make constants on the device."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: torch.Tensor, positions: torch.Tensor
     ) -> Heads:
-        """Return the changed `Heads`. positions: row of each token in `rotation`, [T]."""
+        """Return the changed `Heads`. positions: each token's row in `rotation`, [T]."""
         raise NotImplementedError
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        """Return the tensors of a checkpoint, by name. prefix: of the attention."""
+    def destinations(self, prefix: str) -> Destinations:
+        """Return the option's tensors in a checkpoint, by name. prefix: name of the attention module."""
         return {}
 
 
 class WidthNorm(HeadsOption):
     """RMS norms of queries and of keys over all heads together, on all ranks (OLMo 2, 2024).
 
-    mean_of_ranks: averages a tensor over ranks in place, if all have equal parts of the heads; None on one rank.
+    mean_of_ranks: averages a tensor over ranks in place, if every rank has as many heads; None on one rank.
     """
 
     mean_of_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -71,8 +71,8 @@ class WidthNorm(HeadsOption):
         """Return the RMS norm of x [T, width] with its mean square [T, 1]."""
         return (x.float() * (mean + self.eps).rsqrt() * weight).to(x.dtype)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        return self.q_norm.weight_slots(f"{prefix}.q_norm") | self.k_norm.weight_slots(f"{prefix}.k_norm")
+    def destinations(self, prefix: str) -> Destinations:
+        return self.q_norm.destinations(f"{prefix}.q_norm") | self.k_norm.destinations(f"{prefix}.k_norm")
 
 
 class HeadLayerNorm(HeadsOption):
@@ -95,7 +95,7 @@ class HeadLayerNorm(HeadsOption):
         normed = functional.layer_norm(heads.float(), heads.shape[-1:], eps=self.eps)
         return (normed * weight).to(heads.dtype)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
+    def destinations(self, prefix: str) -> Destinations:
         return {f"{prefix}.q_norm.weight": self.q_weight, f"{prefix}.k_norm.weight": self.k_weight}
 
 
@@ -122,7 +122,7 @@ class ValueNorm(HeadsOption):
         self.size, self.eps = config.attention[index].v_head_dim, config.norms.eps
         self.rms_norm = Bound(rms_norm)
 
-    def bind(self, device: torch.device) -> None:
+    def make_constants(self, device: torch.device) -> None:
         self.weight = torch.ones(self.size, device=device)
 
     def forward(
@@ -132,7 +132,7 @@ class ValueNorm(HeadsOption):
 
 
 class RotateFirst(HeadsOption):
-    """The rotation before the norms of heads (Hunyuan, 2025); the table that it returns rotates nothing."""
+    """The rotation, placed before the norms of heads (Hunyuan, 2025). It returns a table that rotates nothing."""
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
@@ -164,6 +164,23 @@ def heads_options(config: DecoderConfig, index: int) -> list[HeadsOption]:
     return options
 
 
+class HeadGate(Linear):
+    """The projection of a layer's input to a gate for each head's output."""
+
+    def __init__(self, hidden_size: int, layer: AttentionConfig) -> None:
+        super().__init__(hidden_size, {"g_proj": layer.num_heads * layer.head_gate_size})
+        self.num_heads, self.activation = layer.num_heads, layer.head_gate
+
+    def heads(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the factors for the heads' outputs, [T, Hq, head_gate_size]."""
+        gate: torch.Tensor = self(hidden).unflatten(-1, (self.num_heads, -1))
+        if self.activation == "softplus":
+            factors = functional.softplus(gate.float())
+        else:
+            factors = gate.float().sigmoid()
+        return factors.to(hidden.dtype)
+
+
 class AxesRotation:
     """Rotation by several positions of a token: its time, row and column in a picture (Qwen2-VL, 2024)."""
 
@@ -172,9 +189,9 @@ class AxesRotation:
         self._axes, self._table = rope_axes(rope).to(table.device), table
 
     def of_step(self, embeds: EmbeddedRows, rope_positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of each token, [T, rotated], and each token's row there, [T].
+        """Return cosines and sines of each token, [T, rotated], and each token's row in them, [T].
 
-        The first layer with this table makes them, the others read them in `embeds`.
+        The first layer with this table computes them and keeps them in `embeds` for the other layers.
 
         rope_positions: int64 [3, T].
         """

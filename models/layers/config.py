@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paged.errors import UnsupportedError
-from paged.kernels.common.attention.latent_cache import INDEX_SCALE_BYTES
+from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.quantization.layouts import Quantization
@@ -33,8 +33,8 @@ class IndexConfig:
     """An indexer of sparse attention.
 
     Attributes:
-        top_k: keys that a query attends to.
-        interleaved: as in RopeConfig, for the indexer's own heads.
+        top_k: number of keys that a query attends to.
+        interleaved: as in RopeConfig, for the heads of the indexer.
     """
 
     num_heads: int
@@ -43,10 +43,10 @@ class IndexConfig:
     interleaved: bool
 
     def key_size(self, dtype: torch.dtype) -> int:
-        """Return the elements of a key in a cache of `dtype`: float32 as it is, else e4m3 and a float32 scale.
+        """Return the elements of a key in a cache of `dtype`: float32 keys, or else e4m3 keys and a float32 scale.
 
         Raises:
-            UnsupportedError: keys of this size would not be aligned as their scales must be.
+            UnsupportedError: after keys of this size, the scales would not be aligned.
         """
         if dtype.itemsize == 4:
             return self.head_dim
@@ -59,18 +59,34 @@ class IndexConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StreamsConfig:
+    """Several residual streams, see `HyperConnection`.
+
+    Attributes:
+        count: number of streams.
+        eps: added to shares of streams and to their sums.
+        num_iterations: number of Sinkhorn's iterations.
+    """
+
+    count: int
+    eps: float
+    num_iterations: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentConfig:
     """Sizes of latent attention.
 
     Attributes:
         rank: size of a token's latent.
-        q_rank: size of the queries' latent; None if queries are projected at once.
-        nope_dim, rope_dim: parts of a query head that do not rotate and that do.
+        q_rank: size of the queries' latent; None if one projection makes queries from the hidden state.
+        nope_dim, rope_dim: sizes of the parts of a query head that do not rotate and that rotate.
         v_head_dim: size of a head's value.
-        eps: of the norms of both latents.
-        index: the layer's indexer, which chooses the keys of a query; None for none.
-        shares_choice: whether the layer attends to the keys that the nearest indexer before it chose. Without both, a
-            query attends to all keys.
+        eps: eps of the norms of both latents.
+        index: the layer's indexer, which chooses the keys of a query; None for no indexer.
+        shares_choice: whether the layer attends to the keys that the nearest earlier indexer chose. A layer without an
+            indexer and without a shared choice attends to all keys.
+        skips_indexer: whether a checkpoint has an indexer that is not loaded, because it would choose all keys.
     """
 
     rank: int
@@ -81,6 +97,7 @@ class LatentConfig:
     eps: float = 1e-6
     index: IndexConfig | None = None
     shares_choice: bool = False
+    skips_indexer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,28 +106,30 @@ class AttentionConfig:
 
     Attributes:
         head_dim, v_head_dim: head sizes of queries and keys, and of values, as the cache holds them.
-        latent: sizes of latent attention, whose cache has one head, the latent and its rotated part; None for others.
-        rope: rotation of queries and keys; None for none.
+        latent: sizes of latent attention, whose cache has one head: the latent and its rotated part. None for other
+            attention.
+        rope: rotation of queries and keys; None for no rotation.
         window: number of visible tokens, the token itself included; None for all.
-        shares_kv_with: index of an earlier layer whose keys and values are read; None for own ones.
+        shares_kv_with: index of an earlier layer whose keys and values the layer reads; None if it has its own.
         softmax_scale: factor for products of queries and keys.
-        softcap: scores become softcap * tanh(score / softcap); 0 for none.
+        softcap: scores become softcap * tanh(score / softcap); 0 for no cap.
         qkv_bias, o_bias: whether the projections before and after attention have biases.
-        qk_norm: RMS norm of queries and keys before they are rotated: "head" for each head, "width" for all heads
-            together, "unit" for each head without weights; or a layer norm, "layer" for each head with its own
-            weights; None for none.
+        qk_norm: norm of queries and keys before they are rotated. RMS norms: "head" for each head, "width" for all
+            heads together, "unit" for each head without weights. "layer": a layer norm of each head, with weights for
+            every head. None for no norm.
         value_scale: factor for values.
         v_norm: whether every value head has an RMS norm without weights.
         k_eq_v: whether values are the keys before their norm and rotation.
         norm_after_rope: whether the norms of heads follow the rotation.
-        query_growth: growth of queries with their position; None for none.
+        query_growth: growth of queries with their position; None for no growth.
         chunk_size: a token sees only its own chunk, of this many tokens; None for no chunks.
         fused: whether a checkpoint stores query, key and value as one tensor, `qkv_proj`.
         sinks: whether each query head has an extra score that takes part in the softmax and adds no value.
-        output_gate: whether the query projection also gives a gate, after each head's query, whose sigmoid multiplies
-            the head's output.
-        softplus_gate: elements of a gate for each head, 1 or v_head_dim, from a projection `g_proj`; its softplus
-            multiplies the head's output. 0 for none.
+        output_gate: whether the query projection also gives a gate, after each head's query. Its sigmoid multiplies the
+            head's output.
+        head_gate: activation of a gate for each head's output, "softplus" or "sigmoid", from a projection `g_proj`;
+            None for no such gate.
+        head_gate_size: elements of a head's gate: 1, or as many as its output has.
     """
 
     num_heads: int
@@ -135,23 +154,24 @@ class AttentionConfig:
     sinks: bool = False
     latent: LatentConfig | None = None
     output_gate: bool = False
-    softplus_gate: int = 0
+    head_gate: str | None = None
+    head_gate_size: int = 1
 
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None, bool]:
-        """Properties that layers of one cache group share, in the order of CacheGroup's fields."""
+        """Properties that all layers of a cache group share, in the order of CacheGroup's fields."""
         return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window, self.latent is not None
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """Tokens before and after it that a token sees, -1 for all: of a window of W, W - 1 lie before the token."""
+        """Numbers of earlier and of later visible tokens, -1 for all; a window of W has W - 1 earlier tokens."""
         if self.window is None:
             return -1, -1
         return self.window - 1, -1
 
     @property
     def rotated_dim(self) -> int:
-        """Dimensions of a head that `rope` is about."""
+        """Dimensions of a head that `rope` covers."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
 
@@ -184,23 +204,26 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: intermediate size of one expert.
-        latent_size: input and output size of experts, between projections from and to the hidden size; None for the
-            hidden size, without projections.
+        latent_size: input and output size of experts, between projections from and to the hidden size; None for
+            experts of the hidden size, without projections.
+        latent_eps: eps of a norm of the experts' sum before it is projected; None for no norm.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
         mixer_margin: margin of `choose_by_mixer`, which then chooses experts; None for `route_tokens`.
-        sums_two_best: whether a group's score is the sum of its two best experts' also without a correction bias.
-        correction_bias: checkpoint name of its tensor; None for none.
-        correction_in_row: whether that tensor is [1, num_experts], not [num_experts].
-        expert_scale: checkpoint name of a tensor with a factor for each expert's routing weight; None for none.
+        sums_two_best: whether a group's score is the sum of its two best experts' scores even without a correction
+            bias.
+        correction_bias: name of the correction bias in a checkpoint; None for no such bias.
+        correction_in_row: whether the correction bias is [1, num_experts], not [num_experts].
+        expert_scale: name in a checkpoint of a tensor with a factor for each expert's routing weight; None for no
+            factors.
         float32_router: whether the router multiplies in float32.
         weighs_inputs: whether routing weights multiply the input of experts, not their output; only with top_k 1.
-        shared_size: intermediate size of an MLP that every token takes; 0 for none.
-        shared_gate: name of a projection whose sigmoid is that MLP's weight; None for weight 1.
+        shared_size: intermediate size of the shared MLP, which every token takes; 0 for no shared MLP.
+        shared_gate: name of a projection whose sigmoid is the weight of the shared MLP; None for weight 1.
         bias: whether router and experts have biases.
         interleaved: whether gate and up rows alternate.
         stacked: whether a checkpoint stores each projection of all experts as one tensor.
-        transposed: whether rows and columns of such tensors are swapped; None if their shapes decide.
-        is_mxfp4: whether such tensors are MXFP4; they stay packed.
+        transposed: whether rows and columns of stacked tensors are swapped; None if their shapes decide.
+        is_mxfp4: whether stacked tensors are MXFP4; they stay packed.
         held: first expert and number of experts of this rank; None for all.
         shared_name, router_name, gate_name, up_name, down_name: names of the weights in a checkpoint.
     """
@@ -216,6 +239,7 @@ class MoeConfig:
     mixer_margin: float | None = None
     sums_two_best: bool = False
     latent_size: int | None = None
+    latent_eps: float | None = None
     correction_bias: str | None = None
     correction_in_row: bool = False
     expert_scale: str | None = None
@@ -248,32 +272,36 @@ class DecoderConfig:
 
     Attributes:
         model_type: name of the family in transformers.
-        intermediate_size: intermediate size of each layer's plain MLP; 0 and no experts for a layer without an MLP.
+        intermediate_size: intermediate size of each layer's plain MLP. A layer without an MLP has 0, and no experts.
         max_position_embeddings: longest sequence in tokens.
         attention: attention of each layer.
         moe: mixture of experts of each layer; None for a plain MLP.
-        recurrent: recurrent part of each layer; None for none.
+        recurrent: recurrent part of each layer; None for no recurrent part.
         attends: whether each layer uses its `attention`.
         mlp_name: name of MLPs and experts in a checkpoint.
+        recurrent_name: name of recurrent parts in a checkpoint.
         fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
-        activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`; without a gate, one of
-            `PlainMlp`.
+        activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`. MLPs without a gate take an
+            activation of `PlainMlp`.
         gated: whether MLPs and experts have a gate.
         mlp_factors: factors for the gate before its activation, and for the output of gated MLPs without experts.
         embedding_scale, residual_scale, logits_scale: factors for embeddings, for everything added to the residual
             stream, and for logits.
-        logits_softcap: logits become softcap * tanh(logit / softcap); 0 for none.
+        snapshot_period: number of layers from one snapshot of the residual stream to the next, see `SnapshotLayer`; 0
+            for a plain residual stream.
+        streams: several residual streams; None for one.
+        logits_softcap: logits become softcap * tanh(logit / softcap); 0 for no cap.
         head_bias: whether the head has a bias.
         tie_word_embeddings: whether the head's weights are the embedding.
         dtype: dtype of the weights as published.
         quantization: format of packed weights; None for plain weights.
         num_mtp_layers: extra layers at the end that predict tokens further ahead; they are not loaded.
-        layer_input_size: size of a token's separate input to each layer; 0 for none.
-        layer_input_vocab_size: rows of the embedding of this input.
-        placeholder_ids: tokens in whose place stand images, audio or video; without those they are embedded as the
-            token `placeholder_padding`.
-        unknown_keys: keys of config.json that nothing reads and that are not known to be without effect.
-        wrapper: name of the multimodal architecture whose text model this is; empty for none.
+        layer_input_size: size of a token's separate input to each layer; 0 for no such input.
+        layer_input_vocab_size: rows of the embedding of the separate input.
+        placeholder_ids: token ids whose embeddings an image, audio or video replaces. A step without media embeds them
+            as the token `placeholder_padding`.
+        unknown_keys: keys of config.json that nothing reads and that may have an effect.
+        wrapper: name of the multimodal architecture that contains this text model; empty for a plain text model.
     """
 
     model_type: str
@@ -287,6 +315,7 @@ class DecoderConfig:
     recurrent: tuple[RecurrentConfig | None, ...]
     attends: tuple[bool, ...]
     mlp_name: str = "mlp"
+    recurrent_name: str = "linear_attn"
     mlp_bias: bool = False
     fused_mlp: bool = False
     activation: str
@@ -294,6 +323,8 @@ class DecoderConfig:
     mlp_factors: tuple[float, float] = (1.0, 1.0)
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
+    snapshot_period: int = 0
+    streams: StreamsConfig | None = None
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     head_bias: bool = False
@@ -314,7 +345,10 @@ class DecoderConfig:
 
     @property
     def num_attention_heads(self) -> int:
-        """Query heads of the first layer; most models have the same in all. Also for `num_kv_heads` and `head_dim`."""
+        """Query heads of the first layer; most models have the same number in all layers.
+
+        `num_kv_heads` and `head_dim` are the first layer's too.
+        """
         return self.attention[0].num_heads
 
     @property

@@ -8,23 +8,23 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paged.kernels.common.operation import Bound
-from paged.kernels.common.torch_ops.linear import linear, linear_and_silu, pack
+from paged.kernels.core.operation import Bound
+from paged.kernels.cpu.products import pack
+from paged.kernels.layers.linear import linear, linear_and_silu
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.kernels.lora.add_lora import add_lora
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
-from paged.models.loading.weights import ConvertedSlot, WeightSlots
+from paged.models.loading.weights import ConvertedDestination, Destinations
 from paged.models.quantization.layouts import ROUTER, Quantization
 from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
 from paged.models.quantization.rounding import as_products
 
-# Rows of an MLP at once on a CPU. MKL multiplies 2,048 rows of float32 at 1.1 times the rate of 512. But intermediate
-# tensors must stay below the limit of `keep_freed_memory`, else every layer gets fresh pages. 2,048 and 1,024 rows take
-# 0.85 and 0.9 of a prompt's time at 10M parameters, 0.93 and 0.88 at 100M. In bfloat16 without numba kernels, oneDNN
-# takes 1.4 and 1.6 of the time for 1,024 rows at 100M and 0.5B.
+# Least and largest number of rows that an MLP computes at once on a CPU, because more rows multiply faster.
+# `_BETWEEN_BYTES` limits the tensors between the products: larger ones exceed the limit of `keep_freed_memory`, and
+# every layer gets fresh pages. See models/limits.md.
 _CPU_ROWS, _MOST_CPU_ROWS = 512, 2048
 _BETWEEN_BYTES = 24 << 20
 
@@ -37,8 +37,8 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 class Linear(nn.Module):
     """One product for several projections of the same input; `parts` maps checkpoint names to output sizes.
 
-    adapters: LoRA weights for rows that have an adapter. packed: the weights if they are quantised; then there is no
-    `weight`.
+    adapters: LoRA weights for rows that have an adapter. packed: the weights if they are quantised; `weight` is then
+    absent.
     """
 
     adapters: LoraWeights | None = None
@@ -98,7 +98,10 @@ class Linear(nn.Module):
         return self.weight.nbytes
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Hold the weights as a CPU multiplies them faster; see `pack` and `cpu_product`. dtype: of activations."""
+        """Reorder the weights for faster products on a CPU; see `pack` and `CpuProduct`.
+
+        dtype: dtype of activations.
+        """
         if isinstance(self.packed, PackedWeights):
             weights = self.packed.for_cpu(dtype)
             if isinstance(weights, torch.Tensor):
@@ -110,7 +113,7 @@ class Linear(nn.Module):
             self.weight = nn.Parameter(pack(self.weight), requires_grad=False)
 
     def round_to(self, form: str) -> None:
-        """Hold the weights rounded to int8 or int4, for a CPU, but for a router's; see `as_products`."""
+        """Round the weights to int8 or int4 for a CPU; a router's weights stay plain. See `as_products`."""
         self.rounded = form
         is_router = any(ROUTER.match(name) for name in self.parts)
         self.packed = None
@@ -120,11 +123,14 @@ class Linear(nn.Module):
             del self.weight
 
     def take_products(self, new: Linear, dtype: torch.dtype) -> bool:
-        """Take the weights of a newly loaded layer, which loses them, if these are in a CPU's order; return whether."""
+        """Take over the weights of a newly loaded layer if they are held in a CPU's order; return whether they were.
+
+        The new layer loses its weights.
+        """
         if isinstance(self.packed, PackedWeights) or (self.packed is None and new.packed is None):
             return False
         if isinstance(new.packed, PackedWeights):
-            new.packed.bind()
+            new.packed.derive_from_weights()
         if self.rounded is None:
             new.pack(dtype)
         else:
@@ -135,19 +141,19 @@ class Linear(nn.Module):
             del new.weight
         return True
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
+    def destinations(self, prefix: str) -> Destinations:
         names = self._names(prefix)
-        slots: WeightSlots = {}
+        destinations: Destinations = {}
         if isinstance(self.packed, PackedWeights):
-            slots = self.packed.weight_slots(names)
+            destinations = self.packed.destinations(names)
         start = 0
         for name, size in zip(names, self.sizes, strict=True):
             if self.packed is None:
-                slots[f"{name}.weight"] = self.weight[start : start + size]
+                destinations[f"{name}.weight"] = self.weight[start : start + size]
             if self.bias is not None:
-                slots[f"{name}.bias"] = self.bias[start : start + size]
+                destinations[f"{name}.bias"] = self.bias[start : start + size]
             start += size
-        return slots
+        return destinations
 
     def _names(self, prefix: str) -> list[str]:
         if not prefix:
@@ -158,9 +164,8 @@ class Linear(nn.Module):
 class RmsNorm(nn.Module):
     """RMS norm of x, or of its sum with a residual stream.
 
-    Weights stored minus 1 are float32 in models of any dtype. Rounding 1 + weight to bfloat16 moves the logits of a
-    small random model by 0.4 to 0.6 %, half as much as all other roundings. In float32 the result equals transformers'
-    bit for bit.
+    Weights stored minus 1 are float32 in models of any dtype, because 1 + weight in bfloat16 would move the logits by
+    half as much as all other roundings (see models/limits.md). In float32 the result equals transformers' bit for bit.
     """
 
     def __init__(self, size: int, config: NormConfig) -> None:
@@ -170,16 +175,17 @@ class RmsNorm(nn.Module):
         self.rms_norm, self.fused_add_rms_norm = Bound(rms_norm), Bound(fused_add_rms_norm)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normed, residual). With a residual, both arguments change in place; without, it is x."""
+        """Return (normed, residual). With a residual, both arguments change in place; without, the residual is x."""
         if residual is None:
             return self.rms_norm(x, self.weight, self.eps), x
         return self.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
+    def destinations(self, prefix: str) -> Destinations:
         if not self.is_zero_centred:
             return {f"{prefix}.weight": self.weight}
         weight = self.weight
-        return {f"{prefix}.weight": ConvertedSlot(weight.shape, weight.dtype, lambda less: weight.copy_(less).add_(1))}
+        destination = ConvertedDestination(weight.shape, weight.dtype, lambda less: weight.copy_(less).add_(1))
+        return {f"{prefix}.weight": destination}
 
 
 class LayerNorm(RmsNorm):
@@ -195,15 +201,15 @@ class LayerNorm(RmsNorm):
         wide = functional.layer_norm(residual.float(), self.weight.shape, self.weight.float(), bias, self.eps)
         return wide.to(x.dtype), residual
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = super().weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix)
         if self.bias is not None:
-            slots[f"{prefix}.bias"] = self.bias
-        return slots
+            destinations[f"{prefix}.bias"] = self.bias
+        return destinations
 
 
 def stream_norm(config: DecoderConfig) -> RmsNorm:
-    """A norm of hidden states."""
+    """Return a norm of hidden states."""
     if config.norms.subtracts_mean:
         return LayerNorm(config.hidden_size, config.norms)
     return RmsNorm(config.hidden_size, config.norms)
@@ -239,7 +245,7 @@ class GatedMlp(nn.Module):
 
     @property
     def has_invariant_rows(self) -> bool:
-        """See `Network.has_invariant_rows`. Vectors of PyTorch's activations end where a thread's share does."""
+        """See `Network.has_invariant_rows`. PyTorch's activations differ where a thread's share of the rows ends."""
         return type(self) is GatedMlp and self.activation == "silu"
 
     def _rows_at_once(self, x: torch.Tensor) -> int:
@@ -262,15 +268,15 @@ class GatedMlp(nn.Module):
             projected.mul_(self.out_factor)
         return projected
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        return self.gate_up_proj.weight_slots(prefix) | self.down_proj.weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        return self.gate_up_proj.destinations(prefix) | self.down_proj.destinations(prefix)
 
 
 class PlainMlp(GatedMlp):
     """down(activation(up(x))).
 
     The activations are "gelu_tanh", "relu2" (So et al., 2021) and "xielu" (Huang and Schlag, 2024), which has learned
-    parameters. They are PyTorch's operations, in float32 where they round.
+    parameters. PyTorch computes them, and in float32 where a step of the formula would round.
     """
 
     inputs = ("up_proj",)
@@ -299,8 +305,8 @@ class PlainMlp(GatedMlp):
         out: torch.Tensor = torch.where(wide > 0, rising, falling) + beta * wide
         return out.to(x.dtype)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = super().weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix)
         for name, parameter in self.learned.items():
-            slots[f"{prefix}.act_fn.{name}"] = parameter
-        return slots
+            destinations[f"{prefix}.act_fn.{name}"] = parameter
+        return destinations

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.checks import MAX_HEAD_DIM
+from paged.kernels.core.errors import shown
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
 from paged.models.quantization.read import read_quantization
 
-# Names of gated activations in config.json -> those of `silu_and_mul` and `fused_moe`.
+# Gated activations: name in config.json -> name in `silu_and_mul` and `fused_moe`.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Those of MLPs without a gate -> those of `PlainMlp`.
+# Activations of MLPs without a gate: name in config.json -> name in `PlainMlp`.
 PLAIN_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2", "xielu": "xielu"}
-# Names of the activation after the convolution of a recurrent layer, which has no other.
+# Names of SiLU, the only activation after the convolution of a recurrent layer.
 CONV_ACTIVATIONS = ("silu", "swish")
 _RENAMED_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
-# The deepest published model has 126 layers. float32 counts positions exactly up to 2^24.
+# Limits of layers and of positions, far above any published model; the deepest has 126 layers.
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 1 << 24
 _MAX_HEAD_DIM = 4096
@@ -33,12 +33,12 @@ _MAX_HEAD_DIM = 4096
 def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     """Read a DecoderConfig, with its AttentionConfig and NormConfig, from config.json.
 
-    Fields that the family does not give are read by `_FIELDS`.
+    `_FIELDS` reads the fields that the family does not give.
 
     Args:
         hf: config.json.
-        fields: fields that the family gives. For AttentionConfig, `moe`, `recurrent`, `attends` and
-            `intermediate_size` they are a tuple with an entry per layer, or one value for all layers.
+        fields: fields that the family gives. A field of AttentionConfig, `moe`, `recurrent`, `attends` and
+            `intermediate_size` take a tuple with an entry per layer, or one value for all layers.
 
     Raises:
         CheckpointError: a value is missing, malformed or larger than in any model, or values contradict each other.
@@ -127,7 +127,7 @@ def moe_config(
         top_k_key: key of the number of experts that a token takes.
 
     Raises:
-        CheckpointError: a size is missing or malformed, a token takes more experts than there are, or the groups are
+        CheckpointError: a size is missing or malformed, top_k is above the number of experts, or the groups are
             invalid.
     """
     local_key = "num_local_experts"
@@ -169,7 +169,7 @@ def weights_dtype(hf: HfConfig, default: str = "float32") -> torch.dtype:
 def layer_windows(
     hf: HfConfig, window: int | None, is_sliding: Callable[[int], bool], kind: str = "sliding_attention"
 ) -> tuple[int | None, ...]:
-    """Return each layer's window by `layer_types`, or by is_sliding if that is absent.
+    """Return each layer's window by `layer_types`, or by is_sliding if the key is absent.
 
     kind: the layer type with a window.
 
@@ -196,21 +196,21 @@ def periodic_windows(hf: HfConfig, period: int) -> tuple[int | None, ...]:
 
 
 def by_window(windows: Sequence[int | None], unwindowed: Any, windowed: Any) -> tuple[Any, ...]:
-    """Return a value for each layer: `windowed` for those with a window, else `unwindowed`."""
+    """Return a value for each layer: `windowed` if the layer has a window, else `unwindowed`."""
     return for_kind(windows, None, unwindowed, otherwise=windowed)
 
 
 def for_kind(kinds: Sequence[Any], kind: Any, value: Any, otherwise: Any = None) -> tuple[Any, ...]:
-    """Return a value for each layer: `value` for those of the kind, else `otherwise`."""
+    """Return a value for each layer: `value` if the layer is of the kind, else `otherwise`."""
     return tuple(value if layer_kind == kind else otherwise for layer_kind in kinds)
 
 
 def layer_kinds(
     hf: HfConfig, known: Sequence[str], default: Callable[[int], str], key: str = "layer_types"
 ) -> tuple[str, ...]:
-    """Return the kind of each layer, by `key`, or by `default` of its index if that is absent.
+    """Return the kind of each layer by `key`. If the key is absent, `default` maps a layer's index to its kind.
 
-    The names of transformers before 5, "mamba" and "attention", are "linear_attention" and "full_attention".
+    Releases of transformers before 5 write "mamba" and "attention" for "linear_attention" and "full_attention".
 
     Raises:
         CheckpointError: there are not as many kinds as layers.
@@ -231,10 +231,10 @@ def layer_kinds(
 def rotating_layers(hf: HfConfig) -> list[int]:
     """Return 1 for each layer that rotates queries and keys, 0 for the others.
 
-    By `no_rope_layers`; without it, every `no_rope_layer_interval`-th layer does not rotate.
+    The key is `no_rope_layers`. Without it, every `no_rope_layer_interval`-th layer does not rotate.
 
     Raises:
-        CheckpointError: there are fewer entries than layers, or one is neither 0 nor 1.
+        CheckpointError: there are fewer entries than layers, or an entry is neither 0 nor 1.
     """
     num_layers, interval = count_layers(hf), hf.integer("no_rope_layer_interval")
     rotates = hf.items("no_rope_layers", int)
@@ -260,8 +260,8 @@ def read_head_dim(hf: HfConfig) -> int:
     return head_dim
 
 
-# Field -> how it is read if the family does not give it; fields without an entry take their defaults. Only
-# `attention_bias` adds biases.
+# Field of `DecoderConfig` -> how it is read if the family does not give it. Fields without an entry take their
+# defaults. All biases follow `attention_bias`.
 _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "hidden_size": lambda hf: hf.integer("hidden_size"),
     "intermediate_size": lambda hf: hf.integer("intermediate_size"),
@@ -272,7 +272,7 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "tie_word_embeddings": lambda hf: hf.flag("tie_word_embeddings"),
     "dtype": weights_dtype,
     "quantization": read_quantization,
-    # of attention
+    # Attention.
     "num_heads": lambda hf: hf.integer("num_attention_heads"),
     "num_kv_heads": lambda hf: hf.integer("num_key_value_heads", hf.integer("num_attention_heads")),
     "head_dim": read_head_dim,
@@ -280,6 +280,6 @@ _FIELDS: Mapping[str, Callable[[HfConfig], Any]] = {
     "softmax_scale": lambda hf: read_head_dim(hf) ** -0.5,
     "qkv_bias": lambda hf: hf.flag("attention_bias"),
     "o_bias": lambda hf: hf.flag("attention_bias"),
-    # of norms
+    # Norms.
     "eps": lambda hf: hf.number("rms_norm_eps", may_be_zero=True),
 }

@@ -1,4 +1,4 @@
-"""What every draft head is: a decoder layer between the target's embedding and its LM head, or copies of them."""
+"""The base of all draft heads: a decoder layer between the target's embedding and LM head, or copies of both."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 from torch.nn import functional
 
 from paged.errors import UnsupportedError
-from paged.kernels.common.torch_ops.linear import linear
-from paged.metadata import AttentionMetadata, OutputRows
+from paged.kernels.layers.linear import linear
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import empty_parameter, stream_norm
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class Target(Protocol):
-    """What a head uses of the network that it drafts for."""
+    """The part of the target network that a draft head uses."""
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor: ...
 
@@ -29,18 +29,18 @@ class DraftHead(nn.Module):
     """A draft head; subclasses differ in how they join their inputs.
 
     Attributes:
-        layer: its decoder layer.
-        attention: the layer's, for the cache.
-        taps: indices of the target's layers whose inputs it reads; the number of layers stands for the last one's
-            output. Empty if it reads the final hidden states.
-        embed_tokens, lm_head: None for the target's.
-        offsets: distance from each of the head's tokens to the target's token that it stands for; None if all are 0.
+        layer: the decoder layer of the head.
+        attention: the attention of this layer, which needs a cache.
+        taps: indices of the target's layers whose inputs the head reads. The number of layers stands for the output of
+            the last layer. Empty if the head reads the final hidden states.
+        embed_tokens, lm_head: None if the head uses the target's.
+        offsets: ids that the target gives to the head's tokens, minus the head's ids; None if all are equal.
     """
 
     taps: tuple[int, ...] = ()
 
     def __init__(self, target: Target, config: DecoderConfig, layer: nn.Module, num_logits: int) -> None:
-        """config: of the head, whose last layer is `layer`."""
+        """config: configuration of the head; its last layer is `layer`."""
         super().__init__()
         self.vocab_size, self.layer = config.vocab_size, layer
         self.attention = attention = config.attention[-1]
@@ -50,12 +50,12 @@ class DraftHead(nn.Module):
         self.embed_tokens: nn.Parameter | None = empty_parameter(config.vocab_size, config.hidden_size)
         self.lm_head: nn.Parameter | None = empty_parameter(num_logits, config.hidden_size)
         self.offsets: nn.Parameter | None = None
-        self._embed, self._logits = target.embed, target.logits  # bound methods, which are no submodules
+        self._embed, self._logits = target.embed, target.logits  # methods, so the target is no submodule
 
     def features(self, hidden: torch.Tensor, boundaries: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return what the head reads of the target, [num_tokens, hidden_size].
+        """Return the features that the head reads from the target, [num_tokens, hidden_size].
 
-        hidden: after the target's final norm. boundaries: inputs of the layers in `taps`.
+        hidden: states after the target's final norm. boundaries: inputs of the layers in `taps`, by index.
         """
         return hidden
 
@@ -68,11 +68,11 @@ class DraftHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states after the final norm, and the features for the tokens drafted from them.
 
-        input_ids: int64 [num_tokens]. features: of the tokens before these, [num_tokens, hidden_size].
+        input_ids: int64 [num_tokens]. features: features of the token before each, [num_tokens, hidden_size].
         """
         raise NotImplementedError
 
-    def weight_slots(self) -> WeightSlots:
+    def destinations(self) -> Destinations:
         """Return every tensor that a checkpoint must hold, by name."""
         raise NotImplementedError
 

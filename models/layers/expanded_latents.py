@@ -1,4 +1,4 @@
-"""Attention of prompts to latents that are expanded to keys and values of heads, a piece of the context at a time."""
+"""Attention of prompts to latents that are expanded to keys and values of heads, one piece of the context at a time."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from numpy.typing import NDArray
 
 from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.common.attention.latent_cache import dequantized
-from paged.kernels.common.attention.plan import AttentionPlan
-from paged.metadata import HostMetadata
+from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.cache.latent_cache import dequantized
 from paged.models.layers.config import LatentConfig
-from paged.staging import to_device
+from paged.step.metadata import HostArrays
+from paged.step.staging import to_device
 
-# Keys and values of a piece: 256 MB are 3,276 tokens of 128 heads of 192 + 128 in bfloat16.
+# Limit of bytes for the expanded keys and values of one piece, the blocks that are expanded together.
 PIECE_BYTES = 1 << 28
 
 
 def expands(q_len: int, seq_len: int, sizes: LatentConfig) -> bool:
     """Return whether `q_len` queries at the end of `seq_len` tokens take fewer operations with expanded latents.
 
-    A query and a key that it sees take 2 (2 rank + rope) operations a head over latents, and 2 (nope + rope + v) over
-    heads' own keys and values. Expanding a token takes 2 rank (nope + v), and so does a query that absorbs: its keys'
-    projection before, its values' after. DeepSeek-V3: 2,176 against 640, and 262,144. So a whole prompt always
-    expands, and a chunk over a long context from 171 queries on, 262,144 / (2,176 - 640).
+    Attention to expanded keys takes fewer operations for each query and key, but each token must be expanded first. So
+    a whole prompt always expands, and a long context only under a chunk of enough queries. models/limits.md derives
+    the counts.
     """
     pairs = q_len * (seq_len - q_len) + q_len * (q_len + 1) // 2
     saved = 2 * (2 * sizes.rank - sizes.nope_dim - sizes.v_head_dim)
@@ -38,11 +37,11 @@ def expands(q_len: int, seq_len: int, sizes: LatentConfig) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """Cache blocks whose latents are expanded together, as a cache of their own.
+    """Cache blocks whose latents are expanded together into a cache of their own.
 
     Attributes:
-        blocks: int64 [num_blocks], in the cache.
-        arguments: of `paged_attention` over them.
+        blocks: int64 [num_blocks], ids of the blocks in the cache.
+        arguments: arguments of `paged_attention` over the expanded blocks.
     """
 
     blocks: torch.Tensor
@@ -51,7 +50,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class AbsorbedPart:
-    """Sequences of a step that absorb, beside some that expand: as `AttentionMetadata` for them alone.
+    """The sequences of a step that absorb while others expand; stands in for `AttentionMetadata`.
 
     Attributes:
         rows, seqs: int64, their query rows and their indices in the step.
@@ -67,11 +66,11 @@ class AbsorbedPart:
 
 @dataclass(frozen=True)
 class Split:
-    """How a step's sequences are divided.
+    """Division of a step's sequences into sequences that expand and sequences that absorb.
 
     Attributes:
         rows: int64, query rows of the sequences that expand; None for all.
-        pieces: what they see, in order: pieces of contexts, then the rest of every sequence with its own queries.
+        pieces: pieces of the contexts in order, then a last piece with the rest of every sequence and its queries.
         absorbed: the sequences that absorb; None if there are none.
     """
 
@@ -81,12 +80,13 @@ class Split:
 
 
 def split_step(
-    host: HostMetadata, table: int, block_size: int, sizes: LatentConfig, num_heads: int, itemsize: int, device: Any
+    host: HostArrays, table: int, block_size: int, sizes: LatentConfig, num_heads: int, itemsize: int, device: Any
 ) -> Split | None:
     """Return how to compute a step, or None if no sequence expands."""
-    cu_seqlens_q = host.cu_seqlens_q.astype(np.int64)
+    offsets_q, all_lens, block_tables = host
+    cu_seqlens_q = offsets_q.astype(np.int64)
     q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
-    seq_lens = host.seq_lens.astype(np.int64)
+    seq_lens = all_lens.astype(np.int64)
     pairs = zip(q_lens.tolist(), seq_lens.tolist(), strict=True)
     is_expanded = np.array([expands(q_len, seq_len, sizes) for q_len, seq_len in pairs], bool)
     if not is_expanded.any():
@@ -94,7 +94,7 @@ def split_step(
     token_bytes = num_heads * (sizes.nope_dim + sizes.rope_dim + sizes.v_head_dim) * itemsize
     blocks_at_once = max(1, PIECE_BYTES // (token_bytes * block_size))
     seqs = np.flatnonzero(is_expanded)
-    tables = host.block_tables[table][seqs]
+    tables = block_tables[table][seqs]
     pieces: list[Piece] = []
     for blocks, counts, lengths, is_last in _parts(tables, seq_lens[seqs], q_lens[seqs], block_size, blocks_at_once):
         pieces.append(_piece(blocks, counts, lengths, q_lens[seqs], is_last, device))
@@ -108,7 +108,7 @@ def split_step(
             np.flatnonzero(~is_expanded_row),
             absorbed,
             _offsets(q_lens[absorbed]),
-            host.seq_lens[absorbed],
+            all_lens[absorbed],
         ),
         device,
     )
@@ -129,12 +129,12 @@ def _parts(
     block_size: int,
     blocks_at_once: int,
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], bool]]:
-    """Yield blocks, their number and the tokens in them of each sequence, and whether they are the last ones.
+    """Yield blocks, the number of blocks and of tokens of each sequence, and whether these are the last blocks.
 
-    The last part begins with the block of a sequence's first query, so that only it needs the causal mask.
+    The last part begins with the block of a sequence's first query, so it is the only part that needs the causal mask.
     """
     num_before = (seq_lens - q_lens) // block_size  # blocks before the queries
-    # Of each such block, the sequence and the index in its table.
+    # The sequence of each block, and the block's index in the table of the sequence.
     owners = np.repeat(np.arange(len(num_before)), num_before)
     indices = np.arange(len(owners)) - np.repeat(np.cumsum(num_before) - num_before, num_before)
     for start in range(0, len(owners), blocks_at_once):
@@ -184,7 +184,7 @@ def attend_expanded(
 ) -> torch.Tensor:
     """Return attention of q [num_tokens, num_heads, nope + rope] to pieces, [num_tokens, num_heads, v_head_dim].
 
-    expand: latents [num_tokens, rank] to what heads have of them, [num_tokens, num_heads, nope + v].
+    expand: maps latents [num_tokens, rank] to unrotated keys and values, [num_tokens, num_heads, nope + v].
     """
     state: tuple[torch.Tensor, torch.Tensor] | None = None
     stored = kv_cache

@@ -8,23 +8,24 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paged.kernels.common.attention.latent_cache import write_index_keys
-from paged.kernels.common.operation import Bound
+from paged.kernels.attention.choose_keys import choose_keys
+from paged.kernels.cache.latent_cache import write_index_keys
+from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.kernels.mla.choose_keys import choose_keys
 from paged.models.layers.config import IndexConfig, NormConfig
 from paged.models.layers.decoder import LayerNorm, Linear, empty_parameter
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
 
 if TYPE_CHECKING:
-    from paged.metadata import AttentionMetadata, OutputRows
+    from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class Indexer(nn.Module):
     """The lightning indexer (DeepSeek-AI, "DeepSeek-V3.2", 2025): small heads that score every key of a query.
 
-    Its keys, one a token, have a cache group of their own. The published one multiplies queries and keys by a Hadamard
-    matrix before it rounds both to e4m3. That changes no product but their rounding; here only cached keys are rounded.
+    Each token has one index key, in a cache group of the indexer alone. The published indexer multiplies queries and
+    keys by a Hadamard matrix and rounds both to e4m3. The matrix changes only the rounding of the products, so this
+    indexer omits it, and rounds cached keys alone.
     """
 
     key_cache: torch.Tensor
@@ -40,11 +41,11 @@ class Indexer(nn.Module):
         self.weights_proj = empty_parameter(config.num_heads, hidden_size)  # never packed
         self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
 
-    def bind(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
-        """Give it the cache of its keys, the index of their block table, and the layer's rotary table."""
+    def set_cache(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+        """Give the indexer the cache of its keys, the index of their block table, and the layer's rotary table."""
         self.table, self.cos_sin_cache = table, cos_sin_cache
         self.key_cache = k_cache.squeeze(2)
-        if self.key_cache.shape[2] != self.config.head_dim:  # e4m3 keys and their scales
+        if self.key_cache.shape[2] != self.config.head_dim:  # the cache holds e4m3 keys and their scales
             self.key_cache = self.key_cache.view(torch.uint8)
 
     def forward(
@@ -55,11 +56,11 @@ class Indexer(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> torch.Tensor | None:
-        """Write the keys of all tokens; return those that each row attends to, int32 [R, top_k].
+        """Write the keys of all tokens; return the keys that each row attends to, int32 [R, top_k].
 
-        None if no sequence of the step can have more than top_k keys.
+        Return None if no sequence of the step can have more than top_k keys.
 
-        q_latent: the queries' latent after its norm, [T, q_rank]. R is T, or the rows of `outputs`.
+        q_latent: the queries' latent after its norm, [T, q_rank]. R is T, or the number of rows in `outputs`.
         """
         config = self.config
         block_table, slot_mapping = metadata.table(self.table)
@@ -86,8 +87,8 @@ class Indexer(nn.Module):
             plan=queries.plan,
         )
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = self.wq_b.weight_slots(prefix) | self.wk.weight_slots(prefix)
-        slots |= self.k_norm.weight_slots(f"{prefix}.k_norm")
-        slots[f"{prefix}.weights_proj.weight"] = self.weights_proj
-        return slots
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = self.wq_b.destinations(prefix) | self.wk.destinations(prefix)
+        destinations |= self.k_norm.destinations(f"{prefix}.k_norm")
+        destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
+        return destinations

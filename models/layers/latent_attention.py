@@ -8,23 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.cache.concat_and_cache_mla import mla_norm_rope_and_cache
-from paged.kernels.common.numba_ops.recording import recording
-from paged.kernels.common.operation import Bound
-from paged.kernels.common.torch_ops.linear import linear
-from paged.kernels.mla.paged_mla_attention import paged_mla_attention
-from paged.metadata import AttentionMetadata, OutputRows
+from paged.kernels.core.operation import Bound
+from paged.kernels.cpu.recording import recording
+from paged.kernels.layers.linear import linear
+from paged.models.layers.attention_options import HeadGate
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import Indexer
-from paged.models.loading.weights import WeightSlots
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 Queries = AttentionMetadata | OutputRows | AbsorbedPart
 
 
 class UpProjection(Linear):
-    """The projection from latents to keys and values of all heads, whose weights attention reads as matrices."""
+    """The projection from latents to keys and values of all heads. Attention reads its weights as matrices."""
 
     def pack(self, dtype: torch.dtype) -> None:
         """Keep the order of the weights."""
@@ -33,7 +34,7 @@ class UpProjection(Linear):
         """Keep the weights."""
 
     def matrices(self, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights, [num_heads, rows of a head, latent]; packed ones are multiplied by the identity."""
+        """Return the weights, [num_heads, rows of a head, latent]. Packed weights are multiplied by the identity."""
         if self.packed is None:
             weight: torch.Tensor = self.weight
         else:
@@ -45,15 +46,15 @@ class UpProjection(Linear):
 class LatentAttention(nn.Module):
     """Latent attention (DeepSeek-AI, "DeepSeek-V2", 2024): a token's latent is the key and value of all heads.
 
-    A head's key is its up-projection of the latent beside dimensions that rotate, which all heads share. Queries absorb
-    the up-projection of keys, so that they meet latents directly, and the result gets that of values.
+    A head's key is the up-projection of the latent, followed by rotated dimensions that all heads share. Queries absorb
+    the up-projection of keys, so that they meet latents directly. The result then takes the up-projection of values.
 
     Shapes: T tokens, R rows that are returned, H heads; rank, nope, rope and v as in `LatentConfig`.
     """
 
     kv_cache: torch.Tensor
     k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None  # of a checkpoint's cache; a latent has one scale, that of keys
+    v_scale: torch.Tensor | None = None  # unused: a latent has one scale, the `k_scale`
     table: int
     cos_sin_cache: torch.Tensor
     up: torch.Tensor
@@ -80,19 +81,22 @@ class LatentAttention(nn.Module):
         if sizes.index is not None and sizes.q_rank is not None:
             self.indexer = Indexer(hidden, sizes.q_rank, sizes.index)
         self.kv_norm = RmsNorm(sizes.rank, norms)
+        self.gate_proj: HeadGate | None = None
+        if layer.head_gate is not None:
+            self.gate_proj = HeadGate(hidden, layer)
         head_size = sizes.nope_dim + sizes.v_head_dim
         self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * head_size})
         self.o_proj = Linear(layer.num_heads * sizes.v_head_dim, {"o_proj": hidden}, bias=layer.o_bias)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention)
+        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention, step="plan")
 
-    def bind(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+    def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
         if (growth := self.config.query_growth) is not None:
             self.query_factors = growth.factors(len(cos_sin_cache), cos_sin_cache.device)
 
-    def bind_weights(self) -> None:
+    def derive_from_weights(self) -> None:
         """Read the up-projection as matrices; call it when the weights are at their final addresses."""
         self.up = self.kv_b_proj.matrices(self.config.num_heads, self.kv_norm.weight.dtype)
 
@@ -146,7 +150,12 @@ class LatentAttention(nn.Module):
         else:
             out = self._absorbed(q, block_table, metadata.seq_lens, queries, indices)  # [R, H, v]
 
-        # Project.
+        # Gate and project.
+        if self.gate_proj is not None:
+            gate_input = hidden
+            if outputs is not None:
+                gate_input = hidden[outputs.rows]
+            out *= self.gate_proj.heads(gate_input)  # [R, H, 1 or v]
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
         return projected
 
@@ -165,13 +174,13 @@ class LatentAttention(nn.Module):
         if self.indexer is not None:
             choices["last"] = self.indexer(hidden, q_latent, positions, metadata, outputs)
             return choices["last"]
-        indices = choices["last"]  # [T, top_k]: only the last layer of a network has `outputs`
+        indices = choices["last"]  # [T, top_k]: the earlier layer had no `outputs`
         if indices is None or outputs is None:
             return indices
         return indices[outputs.rows]
 
     def _attend(self, q: torch.Tensor, block_table: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        """Return attention of all rows, [T, H, nope + rope] -> [T, H, v]: expanded where that takes less."""
+        """Return attention of all rows, [T, H, nope + rope] -> [T, H, v]; expand latents if this is less work."""
         split = self._split(metadata)
         if split is None:
             return self._absorbed(q, block_table, metadata.seq_lens, metadata)
@@ -202,12 +211,17 @@ class LatentAttention(nn.Module):
         return heads
 
     def _split(self, metadata: AttentionMetadata) -> Split | None:
-        """Return how the step is divided, made once a step; None to absorb everywhere.
+        """Return the division of the step, computed once a step; None if all sequences absorb.
 
-        A step that is captured, compiled or recorded runs again with other lengths, so it cannot choose by them.
+        A step that is captured, compiled or recorded runs again with other lengths, so its lengths cannot decide.
         """
         host = metadata.host
-        if host is None or host.max_seqlen_q == 1 or torch.compiler.is_dynamo_compiling() or recording() is not None:
+        if (
+            host is None
+            or metadata.max_seqlen_q == 1
+            or torch.compiler.is_dynamo_compiling()
+            or recording() is not None
+        ):
             return None
         splits: dict[object, Split | None] = metadata.plan.runs.setdefault("expanded latents", {})
         key = self.table, self.config
@@ -248,16 +262,18 @@ class LatentAttention(nn.Module):
         )
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots: WeightSlots = {}
+    def destinations(self, prefix: str) -> Destinations:
+        destinations: Destinations = {}
         for projection in (self.down_proj, self.kv_b_proj, self.o_proj):
-            slots |= projection.weight_slots(prefix)
-        slots |= self.kv_norm.weight_slots(f"{prefix}.kv_a_layernorm")
+            destinations |= projection.destinations(prefix)
+        destinations |= self.kv_norm.destinations(f"{prefix}.kv_a_layernorm")
         if self.q_b_proj is None:
-            slots |= self.q_proj.weight_slots(prefix)
+            destinations |= self.q_proj.destinations(prefix)
         else:
-            slots |= self.q_b_proj.weight_slots(prefix)
-            slots |= self.q_norm.weight_slots(f"{prefix}.q_a_layernorm")
+            destinations |= self.q_b_proj.destinations(prefix)
+            destinations |= self.q_norm.destinations(f"{prefix}.q_a_layernorm")
         if self.indexer is not None:
-            slots |= self.indexer.weight_slots(f"{prefix}.indexer")
-        return slots
+            destinations |= self.indexer.destinations(f"{prefix}.indexer")
+        if self.gate_proj is not None:
+            destinations |= self.gate_proj.destinations(prefix)
+        return destinations

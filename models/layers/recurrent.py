@@ -6,22 +6,22 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paged.kernels.common.operation import Bound
+from paged.kernels.core.operation import Bound
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
 from paged.kernels.recurrent.mamba2_scan import mamba2_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
-from paged.metadata import AttentionMetadata, OutputRows
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
-from paged.models.loading.weights import ConvertedSlot, WeightSlots
+from paged.models.loading.weights import ConvertedDestination, Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class RecurrentLayer(nn.Module):
-    """A causal convolution, and what a subclass adds before and after it.
+    """A causal convolution; a subclass adds the operations before and after it.
 
     state: the layer's slots in the cache. float32_names: parameters that are float32 in models of any dtype.
     """
@@ -39,7 +39,7 @@ class RecurrentLayer(nn.Module):
         self.causal_conv1d = Bound(causal_conv1d, step="batch")
 
     def keep_float32(self) -> None:
-        """Convert parameters back to float32 that are float32 in models of any dtype."""
+        """Convert the parameters in `float32_names` back to float32."""
         for name in self.float32_names:
             parameter = self.get_parameter(name)
             parameter.data = parameter.float()
@@ -63,16 +63,16 @@ class RecurrentLayer(nn.Module):
         """Return the convolution of x [num_tokens, channels]."""
         return self.causal_conv1d(x, self.conv_weight, self.conv_bias, self.state, batch=batch, activation=activation)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots: WeightSlots = {
+    def destinations(self, prefix: str) -> Destinations:
+        destinations: Destinations = {
             f"{prefix}.conv1d.weight": self.conv_weight[:, None],
-            **self.out_proj.weight_slots(prefix),
+            **self.out_proj.destinations(prefix),
         }
         if self.conv_bias is not None:
-            slots[f"{prefix}.conv1d.bias"] = self.conv_bias
+            destinations[f"{prefix}.conv1d.bias"] = self.conv_bias
         for name in self.float32_names:
-            slots[f"{prefix}.{name}"] = self.get_parameter(name)
-        return slots
+            destinations[f"{prefix}.{name}"] = self.get_parameter(name)
+        return destinations
 
 
 class ShortConv(RecurrentLayer):
@@ -87,8 +87,8 @@ class ShortConv(RecurrentLayer):
         before, after, x = self.in_proj(hidden, lora).chunk(3, -1)
         return self.convolve(before * x, batch, None).mul_(after)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        return super().weight_slots(prefix) | self.in_proj.weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        return super().destinations(prefix) | self.in_proj.destinations(prefix)
 
 
 class Mamba2(RecurrentLayer):
@@ -134,11 +134,11 @@ class Mamba2(RecurrentLayer):
             x, z, self.norm_weight, layer.eps, norm_first=layer.norm_first, group_size=group_size
         ).flatten(1)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = super().weight_slots(prefix) | self.in_proj.weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix) | self.in_proj.destinations(prefix)
         if self.norm_weight is not None:
-            slots[f"{prefix}.norm.weight"] = self.norm_weight
-        return slots
+            destinations[f"{prefix}.norm.weight"] = self.norm_weight
+        return destinations
 
 
 class GatedDeltaNet(RecurrentLayer):
@@ -186,12 +186,12 @@ class GatedDeltaNet(RecurrentLayer):
 
     def _project(self, linear: Linear, hidden: torch.Tensor, lora: LoraBatch | None) -> torch.Tensor:
         out: torch.Tensor = linear(hidden, lora)
-        if self.config.by_head and linear.packed is not None:  # packed weights cannot be sorted at load
+        if self.config.by_head and linear.packed is not None:  # loading cannot sort packed weights
             out = out[:, self._order(linear).to(out.device)]
         return out
 
     def _order(self, linear: Linear) -> torch.Tensor:
-        """Return the stored row of each feature, if all parts of a key head follow each other."""
+        """Return the stored row of each feature, for a checkpoint that stores all parts of a key head together."""
         layer = self.config
         if linear is self.in_proj:
             values = layer.value_size // layer.num_key_heads
@@ -201,33 +201,23 @@ class GatedDeltaNet(RecurrentLayer):
         rows = torch.arange(sum(linear.sizes), device="cpu").view(layer.num_key_heads, -1)
         return torch.cat([part.flatten() for part in rows.split(sizes, 1)])
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        slots = {**super().weight_slots(prefix), f"{prefix}.norm.weight": self.norm_weight}
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = {**super().destinations(prefix), f"{prefix}.norm.weight": self.norm_weight}
         if self.config.splits_conv:
             sizes = self.config.key_size, self.config.key_size, self.config.value_size
-            del slots[f"{prefix}.conv1d.weight"]
+            del destinations[f"{prefix}.conv1d.weight"]
             for name, part in zip("qkv", self.conv_weight[:, None].split(sizes), strict=True):
-                slots[f"{prefix}.{name}_conv1d.weight"] = part
+                destinations[f"{prefix}.{name}_conv1d.weight"] = part
         for linear in (self.in_proj, self.gates_proj):
-            slots |= linear.weight_slots(prefix)
+            destinations |= linear.destinations(prefix)
             if self.config.by_head and linear.packed is None:
                 (name,) = linear.parts
-                slots[f"{prefix}.{name}.weight"] = _sorted(linear.weight, self._order(linear))
-        return slots
+                destinations[f"{prefix}.{name}.weight"] = _sorted(linear.weight, self._order(linear))
+        return destinations
 
 
-def recurrent_layer(config: DecoderConfig, layer: RecurrentConfig) -> RecurrentLayer:
-    """Make the layer of a configuration."""
-    if isinstance(layer, GatedDeltaConfig):
-        return GatedDeltaNet(config, layer)
-    if isinstance(layer, Mamba2Config):
-        return Mamba2(config, layer)
-    assert isinstance(layer, ShortConvConfig)
-    return ShortConv(config, layer)
-
-
-def _sorted(slot: torch.Tensor, order: torch.Tensor) -> ConvertedSlot:
+def _sorted(destination: torch.Tensor, order: torch.Tensor) -> ConvertedDestination:
     def copy(stored: torch.Tensor) -> torch.Tensor:
-        return slot.copy_(stored[order.to(stored.device)])
+        return destination.copy_(stored[order.to(stored.device)])
 
-    return ConvertedSlot(slot.shape, slot.dtype, copy)
+    return ConvertedDestination(destination.shape, destination.dtype, copy)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentConfig:
-    """Shape of a layer's state; its class tells the kind of layer.
+    """Shape of a layer's state; the subclass tells the kind of layer.
 
     Attributes:
-        conv_width: tokens that the convolution reads, its own included.
+        conv_width: number of tokens that the convolution reads, the current one included.
         num_heads, head_dim: heads of values; 0 for a convolution alone.
-        num_key_heads, key_dim: heads of keys and queries, which value heads share in groups.
+        num_key_heads, key_dim: heads of keys and queries; several value heads share one.
+        decays_channels, rank: as in `RecurrentSpec`.
     """
 
     conv_width: int
@@ -20,6 +21,8 @@ class RecurrentConfig:
     head_dim: int = 0
     num_key_heads: int = 0
     key_dim: int = 0
+    decays_channels: bool = False
+    rank: int = 1
 
     @property
     def value_size(self) -> int:
@@ -37,7 +40,7 @@ class RecurrentConfig:
         return self.value_size + 2 * self.key_size
 
     def parts(self, name: str) -> tuple[int, ...]:
-        """Return the sizes, up to a common factor, of what ranks split evenly in a tensor of this name."""
+        """Return relative sizes of the parts of the tensor of this name; ranks split each part evenly."""
         is_mixed = name in ("conv1d", "in_proj_qkv")
         return (self.key_size, self.key_size, self.value_size) if is_mixed else (self.num_heads,)
 
@@ -48,11 +51,11 @@ class GatedDeltaConfig(RecurrentConfig):
 
     Attributes:
         by_head: whether a checkpoint stores all parts of a key head together: q, k, v and z in one tensor, b and a in
-            another; else each part is whole.
-        splits_qkv, splits_conv: whether it stores the projections of q, k and v, and their convolutions, as three
-            tensors.
+            another. Otherwise each part of all heads is contiguous.
+        splits_qkv, splits_conv: whether a checkpoint stores the projections of q, k and v, and their convolutions, as
+            three tensors.
         beta_scale: as in `gated_delta_rule`.
-        eps: of the gated norm.
+        eps: eps of the gated norm.
         gate: activation of the gate, "silu" or "sigmoid".
     """
 
@@ -65,16 +68,39 @@ class GatedDeltaConfig(RecurrentConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KimiDeltaConfig(RecurrentConfig):
+    """Kimi delta attention (Moonshot AI, 2025): a gated delta net with a decay for each channel of a key.
+
+    Attributes:
+        lower_bound: as in `gated_delta_rule`.
+        decay_rank, gate_rank: inner size of the two projections that make the decay and the output gate; None for one
+            projection.
+        eps: eps of the gated norm.
+        splits_conv: whether a checkpoint stores the convolutions of q, k and v as three tensors.
+        wide_rates: whether a checkpoint stores the decay rates of heads as [1, 1, num_heads, 1].
+    """
+
+    decays_channels: bool = True
+    lower_bound: float | None
+    decay_rank: int | None
+    gate_rank: int | None
+    eps: float
+    splits_conv: bool = True
+    wide_rates: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mamba2Config(RecurrentConfig):
     """Mamba-2 (Dao and Gu, 2024); its groups are the key heads.
 
     Attributes:
         conv_bias, bias: whether the convolution and the projections have biases.
         dt_limits: as in `mamba2_scan`.
-        eps: of the gated norm over each group; None for a gate alone.
+        eps: eps of the gated norm over each group; None for a gate without a norm.
         norm_first: whether the gate follows the norm.
         in_factors: factors for z, x, B, C and dt.
-        beside_attention: with attention beside it, factors for attention's input and output, and for the output.
+        beside_attention: factors for attention in the same layer: for its input, for its output, and for the output of
+            Mamba-2. 1 without attention.
     """
 
     conv_bias: bool
@@ -95,7 +121,7 @@ class ShortConvConfig(RecurrentConfig):
     """A gated convolution alone, as in LFM2 (Liquid AI, 2025).
 
     Attributes:
-        size: channels.
+        size: number of channels.
         bias: whether convolution and projections have biases.
     """
 

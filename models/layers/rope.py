@@ -1,8 +1,8 @@
 """Rotary position embedding: options in config.json, frequencies of each scaling, table of cosines and sines.
 
-A scaling has a reader in `_READERS`, a branch in `rope_frequencies`, and options in
-`tests/models/loading/test_rotations.py`. Two are read elsewhere: "proportional" in `scaled_rope`, Hunyuan's alpha in
-`models/families/dense.py`.
+To add a scaling, add a reader to `_READERS`, a branch to `rope_frequencies`, and options to
+`tests/models/loading/test_rotations.py`. Two scalings are read elsewhere: "proportional" in `scaled_rope`, Hunyuan's
+alpha in `models/families/dense.py`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.loading.hf_config import HfConfig
 
-# Limit of factors for scores, queries and keys: far above any model's, and 16-bit floats end at 65,504.
+# Limit of factors for scores, queries and keys, far above any model's factors and below the range of float16.
 MAX_FACTOR = 1e4
-# "dynamic" scales only beyond max_position_embeddings, which no sequence exceeds. "mrope" gives a token three positions
-# that differ only within pictures.
+# Kinds that rotate like "default" here. "dynamic" scales only beyond max_position_embeddings, which no sequence
+# exceeds. "mrope" gives a token three positions, which differ only inside pictures.
 _PLAIN = ("default", "dynamic", "mrope")
 
 
@@ -35,13 +35,13 @@ class RopeConfig:
         fraction: rotated part of each head, from its beginning.
         interleaved: whether pairs are neighbours; otherwise a pair has one element of each half.
         kind: the scaling. "llama3" keeps pairs that turn at least high_turns times within original_max_positions,
-            stretches those that turn at most low_turns times, and interpolates between. "yarn" (Peng et al., 2023)
+            stretches pairs that turn at most low_turns times, and interpolates between. "yarn" (Peng et al., 2023)
             interpolates by the index of the pair. "longrope" (Ding et al., 2024) stretches each pair by its own factor:
             `short` in a model loaded for at most original_max_positions tokens, else `long`, at every position.
             "proportional" (Gemma 4, 2026) rotates only the first pairs, a fraction `rotating` of all.
         truncate: whether yarn rounds its range of pairs to integers.
         mrope_section: number of pairs that turn with the temporal, vertical and horizontal position of a token; empty
-            for one position. They stand one after the other (Qwen2-VL), or with mrope_interleaved in turns (Qwen3-VL).
+            for one position. The sections are contiguous (Qwen2-VL), or alternate with mrope_interleaved (Qwen3-VL).
     """
 
     theta: float = 10000.0
@@ -73,11 +73,12 @@ def rope_config(
 ) -> RopeConfig:
     """Read `rope_parameters`, or `rope_scaling` of transformers before 5, which takes precedence.
 
-    fraction: default for the rotated part of each head. is_partial: whether the family can rotate less than all.
+    fraction: default for the rotated part of each head. is_partial: whether the family can rotate a part of a head.
     interleaved: as in RopeConfig.
 
     Raises:
-        UnsupportedError: the type is not supported, or part of each head rotates in a family that rotates all of it.
+        UnsupportedError: the type is not supported, or a part of each head rotates in a family that rotates whole
+            heads.
         CheckpointError: a value is missing or malformed.
     """
     rope = scaled_rope(hf, rope_section(hf), hf.number("rope_theta"), fraction, is_partial)
@@ -87,7 +88,7 @@ def rope_config(
 def rope_section(hf: HfConfig) -> HfConfig:
     """Return the object of a config.json that says how all layers rotate."""
     scaling = hf.section("rope_scaling")
-    if scaling is not None and scaling.values:  # an empty one counts as absent
+    if scaling is not None and scaling.values:  # an empty section counts as absent
         return scaling
     return hf.section("rope_parameters") or HfConfig({}, hf.source)
 
@@ -95,7 +96,7 @@ def rope_section(hf: HfConfig) -> HfConfig:
 def scaled_rope(
     hf: HfConfig, section: HfConfig, theta: float, fraction: float = 1.0, is_partial: bool = False
 ) -> RopeConfig:
-    """Read the rotation from a section of config.json; errors are those of `rope_config`.
+    """Read the rotation from a section of config.json; it raises the errors of `rope_config`.
 
     hf: the object that contains the section. theta, fraction: defaults.
     """
@@ -114,7 +115,7 @@ def scaled_rope(
 
 def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     kind = section.text("rope_type", section.text("type", "default"))
-    if kind == "su" or (kind == "yarn" and "short_factor" in section.values):  # Phi-3's first published names
+    if kind == "su" or (kind == "yarn" and "short_factor" in section.values):  # older names of Phi-3's scaling
         kind = "longrope"
     if kind not in _PLAIN and kind not in _READERS:
         known = ", ".join((*_PLAIN, *_READERS))
@@ -128,10 +129,10 @@ def _scaled(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
 
 
 def ropes_by_window(hf: HfConfig, local_theta: float, *, is_partial: bool = False) -> tuple[RopeConfig, RopeConfig]:
-    """Return the rotations of layers without and with a window; `rope_scaling` applies only to the former.
+    """Return the rotations of layers without and with a window; `rope_scaling` applies to layers without one.
 
     Raises:
-        UnsupportedError, CheckpointError: as `rope_config`, or a key belongs to neither kind of layer, or yarn does not
+        UnsupportedError, CheckpointError: as `rope_config`; a key belongs to neither kind of layer; or yarn does not
             round its range of pairs.
     """
     absent = HfConfig({}, hf.source)
@@ -141,11 +142,11 @@ def ropes_by_window(hf: HfConfig, local_theta: float, *, is_partial: bool = Fals
     if unknown := sorted(parameters.values.keys() - parameters.read_keys):
         raise UnsupportedError(f"{parameters.source}: {shown(unknown[0])} is not for a known type of layer")
     scaling = hf.section("rope_scaling") or absent
-    if "type" in scaling.values and "rope_type" not in scaling.values:  # transformers ignores it in these families
+    if "type" in scaling.values and "rope_type" not in scaling.values:  # transformers ignores `type` here
         raise UnsupportedError(f"{scaling.source}: type {shown(scaling.value('type'))}, expected it as rope_type")
     scaled = HfConfig({**unwindowed.values, **scaling.values}, hf.source)
     for section in (scaled, windowed):
-        if section.values.get("truncate", True) is not True:  # transformers ignores it in these families
+        if section.values.get("truncate", True) is not True:  # transformers ignores `truncate` here
             raise UnsupportedError(f"{section.source}: truncate {shown(section.value('truncate'))}, expected true")
     return (
         scaled_rope(hf, scaled, hf.number("rope_theta"), is_partial=is_partial),
@@ -155,7 +156,7 @@ def ropes_by_window(hf: HfConfig, local_theta: float, *, is_partial: bool = Fals
 
 def _original_max_positions(hf: HfConfig, section: HfConfig) -> int:
     original = section.integer("original_max_position_embeddings", hf.integer("max_position_embeddings"))
-    # Some configurations have this key beside the section, where it takes precedence.
+    # Some configurations have this key outside of the section. The outer value takes precedence.
     return hf.integer("original_max_position_embeddings", original)
 
 
@@ -186,7 +187,7 @@ def _longrope(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
 def _yarn(hf: HfConfig, section: HfConfig, theta: float) -> RopeConfig:
     """Read yarn's options. By default cosines and sines are multiplied by 0.1 ln(factor) + 1, as in the paper."""
     original_max_positions = _original_max_positions(hf, section)
-    # A null factor is the ratio of the maximum positions; an absent one is an error.
+    # A null factor means the ratio of the maximum positions; an absent factor is an error.
     if "factor" in section.values and section.value("factor") is None:
         factor = hf.integer("max_position_embeddings") / original_max_positions
     else:
@@ -215,11 +216,11 @@ _READERS: dict[str, Callable[[HfConfig, HfConfig, float], RopeConfig]] = {
     "longrope": _longrope,
     "yarn": _yarn,
 }
-"""Readers of a scaling's options, by its name in config.json: they take the file, the section of RoPE, and theta."""
+"""Name of a scaling in config.json -> reader of its options. A reader takes the file, RoPE's section, and theta."""
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return what yarn multiplies queries or keys by, 0.1 weight ln(factor) + 1 (Peng et al., 2023, section 3.4)."""
+    """Return yarn's factor for queries or keys, 0.1 weight ln(factor) + 1 (Peng et al., 2023, section 3.4)."""
     if factor <= 1:
         return 1.0
     return 0.1 * weight * math.log(factor) + 1.0
@@ -233,7 +234,7 @@ def check_rope(config: RopeConfig, head_dim: int, max_positions: int, source: st
     """
     try:
         last = rope_frequencies(config, head_dim, max_positions) * max_positions
-    except (ArithmeticError, ValueError, RuntimeError) as error:  # yarn's logarithms, longrope's lists
+    except (ArithmeticError, ValueError, RuntimeError) as error:  # from yarn's logarithms or longrope's lists
         raise CheckpointError(f"{source}: no rotation can be computed from {config} ({error})") from error
     if rotary_dim(config, head_dim) % 2:
         raise CheckpointError(f"{source}: {config} rotates an odd number of {head_dim} dimensions")
@@ -280,7 +281,7 @@ def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
     """Return the unscaled share of each pair's frequency (Peng et al., 2023, section 3.2)."""
 
     def pair_of(turns: float) -> float:
-        """Return the pair that makes so many turns over the original positions."""
+        """Return the pair that makes this many turns over the original positions."""
         return dim * math.log(config.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(config.theta))
 
     first, last = pair_of(config.high_turns), pair_of(config.low_turns)
@@ -288,14 +289,16 @@ def _kept_by_yarn(config: RopeConfig, dim: int) -> torch.Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device="cpu")
-    # The range may be reversed: beyond the pairs, or with beta_fast below beta_slow. Divide anyway, as all known
-    # implementations do.
+    # `last` may be less than `first`: if both lie beyond the pairs, or if beta_fast is below beta_slow. Divide in this
+    # case too, as all known implementations do.
     return 1 - ((index - first) / (last - first or 0.001)).clamp(0.0, 1.0)
 
 
 def rope_axes(config: RopeConfig) -> torch.Tensor:
-    """Return the axis of each column of `rope_table`, int64 [2 * sum(mrope_section)]: 0 temporal, 1 vertical, 2
-    horizontal."""
+    """Return the axis of each column of `rope_table`, int64 [2 * sum(mrope_section)].
+
+    Axis 0 is temporal, 1 vertical, 2 horizontal.
+    """
     axes = torch.arange(3).repeat_interleave(torch.tensor(config.mrope_section))
     if config.mrope_interleaved:
         axes = torch.zeros_like(axes)
@@ -305,7 +308,10 @@ def rope_axes(config: RopeConfig) -> torch.Tensor:
 
 
 def rope_table(config: RopeConfig | None, head_dim: int, max_positions: int, device: torch.device) -> torch.Tensor:
-    """Return float32 [max_positions, rotary_dim]: rotary_dim / 2 cosines, then sines; None rotates nothing."""
+    """Return cosines, then sines, float32 [max_positions, rotary_dim].
+
+    The table of None has no columns, so it rotates nothing.
+    """
     if config is None:
         return torch.empty(max_positions, 0, dtype=torch.float32, device=device)
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""One `Bound` operation for all layers of a network that are alike."""
+"""Share one `Bound` operation among all layers of a network that are alike."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paged.kernels.common.operation import Bound, layout
+from paged.kernels.core.operation import Bound, layout
 from paged.kernels.moe.weights import ExpertLinear
 from paged.models.layers.config import AttentionConfig, LatentConfig, MoeConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 
-# Properties other than tensors that tell layers apart.
+# Types of attributes, besides tensors, that distinguish layers: only equal layers share `Bound`s.
 _CONSTANT = (bool, int, float, str, type(None), AttentionConfig, LatentConfig, MoeConfig, RecurrentConfig)
 
 
@@ -37,7 +37,7 @@ def _likeness(module: nn.Module) -> Iterator[Hashable]:
             yield name, (value.shape, value.dtype) if value.is_mkldnn else layout(value)
         elif isinstance(value, ExpertLinear):
             yield name, layout(*value)
-        elif isinstance(value, dict) and not name.startswith("_"):  # parts of a product, not nn.Module's own dicts
+        elif isinstance(value, dict) and not name.startswith("_"):  # nn.Module's own dicts have an underscore
             yield name, *value.items()
         elif isinstance(value, _CONSTANT):
             yield name, value

@@ -11,34 +11,33 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paged.batch import CapturedStates
 from paged.errors import UnsupportedError
-from paged.kernels.common.device import backend, forward_backend
-from paged.kernels.common.operation import Bound
-from paged.kernels.common.packed.packing import FP8_BLOCK
-from paged.kernels.common.torch_ops.linear import linear
+from paged.kernels.core.device import backend, forward_backend
+from paged.kernels.core.operation import Bound
+from paged.kernels.cpu.quantization.experts import ExpertProducts
+from paged.kernels.layers.linear import linear
 from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.moe.fused_moe import fused_moe, moe_block_size, token_counts
+from paged.kernels.moe.expert_products import add_gated, run_experts
+from paged.kernels.moe.fused_moe import fused_moe, has_invariant_rows, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
-from paged.kernels.moe.torch_ops.expert_products import run_experts
-from paged.kernels.moe.torch_ops.fused_moe import has_invariant_rows
 from paged.kernels.moe.weights import ExpertLinear
-from paged.kernels.quantization.cpu_experts import ExpertProducts
-from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, empty_parameter
-from paged.models.loading.weights import WeightSlots
+from paged.kernels.quantization.packing import FP8_BLOCK
+from paged.models.layers.config import DecoderConfig, MoeConfig, NormConfig
+from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter
+from paged.models.loading.weights import Destinations
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import CpuExperts, Mxfp4Experts, PackedWeights, experts_for_cpu
 from paged.models.quantization.rounding import as_experts
+from paged.step.batch import CapturedStates
 
 
 class SparseMoe(nn.Module):
     """A router that sends each token to a few MLPs, and optionally one shared MLP for all tokens.
 
-    Only the shared MLP takes adapters. inputs: checkpoint names of an expert's projections of x. stacked_names: those
-    of tensors with a weight of all experts.
+    Only the shared MLP takes adapters. inputs: names of an expert's projections of x in a checkpoint. stacked_names:
+    names of tensors that stack a weight of all experts.
     """
 
     routing: Routing
@@ -47,9 +46,9 @@ class SparseMoe(nn.Module):
     gate_up: ExpertLinear
     down: ExpertLinear
     products: tuple[ExpertProducts, ExpertProducts] | None = None
-    biases: tuple[torch.Tensor | None, torch.Tensor | None]  # float32, beside products
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]  # float32, beside `products`
     rounded: str | None = None  # the format that `round_to` was given
-    chosen: list[torch.Tensor] | None = None  # takes the ids of the experts of each call, see `capture_experts`
+    chosen: list[torch.Tensor] | None = None  # collects expert ids of each call, see `capture_experts`
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
@@ -79,6 +78,9 @@ class SparseMoe(nn.Module):
         if moe.latent_size is not None:
             self.to_latent = Linear(hidden_size, {"fc1_latent_proj": width})
             self.from_latent = Linear(width, {"fc2_latent_proj": hidden_size})
+        self.latent_norm: RmsNorm | None = None
+        if moe.latent_eps is not None:
+            self.latent_norm = RmsNorm(width, NormConfig(eps=moe.latent_eps))
         if moe.shared_size:
             self.add_module(moe.shared_name, mlp(config, moe.shared_size))
         self.shared_gate = Linear(hidden_size, {moe.shared_gate: 1}) if moe.shared_gate else None
@@ -91,7 +93,7 @@ class SparseMoe(nn.Module):
         return cast("GatedMlp", getattr(self, self.config.shared_name))
 
     def quantize(self, prefix: str, quantization: Quantization) -> None:
-        """Hold experts packed, if the checkpoint packs them; those of one layer must have one format.
+        """Hold experts packed, if the checkpoint packs them; all experts of a layer must have one format.
 
         Raises:
             UnsupportedError: formats differ, or `fused_moe` does not take the format.
@@ -108,11 +110,14 @@ class SparseMoe(nn.Module):
             if layout is None:
                 continue
             if moe.stacked:
-                # A parameter belongs to no module class of the configuration, unless its tensor is stored packed.
+                # A quantisation that names classes of modules does not cover a stacked tensor, because the tensor is
+                # a parameter. It is packed only if the file packs it.
                 stacked = f"{prefix}.experts.{self.stacked_names[attribute]}"
                 if quantization.plain is None or stacked in quantization.plain:
                     continue
-                raise UnsupportedError(f"{prefix}.experts: quantised in one tensor, supported is one per projection")
+                raise UnsupportedError(
+                    f"{prefix}.experts: quantised in one tensor, expected a tensor for each projection"
+                )
             columns = getattr(self, attribute).shape[2]
             layout.check(of_expert_0[0], rows, columns)
             if layout.has_order or layout.form == "mxfp4" or (layout.in_blocks and rows % FP8_BLOCK):
@@ -122,24 +127,24 @@ class SparseMoe(nn.Module):
                 )
             if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds the input of e4m3 weights
                 raise UnsupportedError(
-                    f"{of_expert_0[0]}: e4m3 without input_activations, supported is e4m3 of both in experts"
+                    f"{of_expert_0[0]}: e4m3 weights without input_activations, expected e4m3 for both in experts"
                 )
             delattr(self, attribute)
             setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * len(moe.experts)))
 
     def keep_float32(self) -> None:
-        """Convert parameters back to float32 that are float32 in models of any dtype."""
+        """Convert the parameters that are float32 in models of any dtype back to float32."""
         if self.correction_bias is not None:
             self.correction_bias.data = self.correction_bias.float()
         if self.config.float32_router:
             self.router.float()
 
-    def bind(self) -> None:
-        """Prepare the forward; call it when the weights are at their final addresses."""
+    def derive_from_weights(self) -> None:
+        """Make the routing and the experts' weights; call it when the weights are at their final addresses."""
         moe, device = self.config, self.router.weight.device
         bias: torch.Tensor | None = self.correction_bias
         if bias is None and moe.sums_two_best and moe.num_expert_groups > 1:
-            bias = torch.zeros(moe.num_experts, device=device)  # with a bias, groups count their two best experts
+            bias = torch.zeros(moe.num_experts, device=device)  # a bias makes each group count its two best experts
         self.routing = Routing(
             moe.top_k,
             moe.renormalize,
@@ -162,12 +167,12 @@ class SparseMoe(nn.Module):
 
     @property
     def expert_bytes(self) -> int:
-        """Memory of the weights of all experts that are held."""
+        """Memory of the weights of all held experts."""
         num_bytes: int = self.w1.nbytes + self.w2.nbytes
         return num_bytes
 
     def idle_share(self, num_tokens: int) -> float:
-        """Return the share of the experts that evenly spread tokens do not reach."""
+        """Return the share of the experts that no token reaches, if tokens spread evenly."""
         share: float = (1 - self.config.top_k / self.config.num_experts) ** num_tokens
         return share
 
@@ -183,7 +188,10 @@ class SparseMoe(nn.Module):
         return num_bytes
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Hold packed experts as a CPU multiplies them faster, see `cpu_product`. dtype: of activations."""
+        """Reorder packed experts for faster products on a CPU, see `CpuProduct`.
+
+        dtype: dtype of activations.
+        """
         for name in ("w1", "w2"):
             weight = getattr(self, name)
             if isinstance(weight, Mxfp4Experts):
@@ -197,7 +205,7 @@ class SparseMoe(nn.Module):
         self._use_held_weights()
 
     def round_to(self, form: str) -> None:
-        """Hold the experts rounded to int8 or int4, for a CPU; see `as_experts`."""
+        """Round the experts to int8 or int4 for a CPU; see `as_experts`."""
         self.rounded = form
         for name in ("w1", "w2"):
             products = as_experts(getattr(self, name), form)
@@ -207,10 +215,13 @@ class SparseMoe(nn.Module):
         self._use_held_weights()
 
     def take_products(self, new: SparseMoe, dtype: torch.dtype) -> bool:
-        """Take the experts of a newly loaded layer, which loses them, if these are in a CPU's order; return whether."""
+        """Take over the experts of a newly loaded layer if they are held in a CPU's order; return whether they were.
+
+        The new layer loses its experts.
+        """
         if self.is_packed or not (new.is_packed or self.products):
             return False
-        new.bind()
+        new.derive_from_weights()
         if self.rounded is None:
             new.pack(dtype)
         else:
@@ -240,18 +251,18 @@ class SparseMoe(nn.Module):
 
     @property
     def has_invariant_rows(self) -> bool:
-        """See `Network.has_invariant_rows`. The gate of a shared MLP is PyTorch's, and so are groups of experts."""
+        """See `Network.has_invariant_rows`."""
         moe = self.config
-        if self.products is not None or moe.mixer_margin is not None or self.shared_gate is not None:
-            return False
-        if self.routing.topk_groups < self.routing.num_expert_groups:
+        if moe.mixer_margin is not None or moe.interleaved or self.activation != "silu":
             return False
         if self.shared is not None and not self.shared.has_invariant_rows:
             return False
-        return has_invariant_rows(self.gate_up, self.down, self.activation, moe.interleaved)
+        if self.products is not None:
+            return all(experts.has_invariant_rows for experts in self.products)
+        return has_invariant_rows(self.gate_up, self.down)
 
     def token_counts(self, limit: int, dtype: torch.dtype) -> list[int]:
-        """Return the least number of tokens, up to `limit`, for each code path."""
+        """Return, for each code path up to `limit` tokens, its least number of tokens."""
         return token_counts(limit, self.routing.top_k, self.down.w, dtype=dtype, **self._tile_options())
 
     def _tile_options(self) -> dict[str, Any]:
@@ -272,7 +283,7 @@ class SparseMoe(nn.Module):
         expert_map, aligned = self.expert_map, None
         block_size = None
         if self.products is None and not torch.compiler.is_dynamo_compiling():
-            # Chosen once for each number of tokens; a graph depends on none.
+            # Choose the block size once for each number of tokens.
             key = len(x), x.dtype, forward_backend() or backend()
             if key not in self._block_sizes:
                 sizes = len(x), self.routing.top_k, self.down.w
@@ -306,6 +317,8 @@ class SparseMoe(nn.Module):
         else:
             weights = self.gate_up.w, self.down.w
             out = self.fused_moe(routed, *weights, topk_weights, topk_ids, aligned=aligned, **self._options)
+        if self.latent_norm is not None:
+            out, _ = self.latent_norm(out)
         if self.from_latent is not None:
             out = self.from_latent(out)
 
@@ -316,55 +329,57 @@ class SparseMoe(nn.Module):
         assert shared is not None
         if self.shared_gate is None:
             return out.add_(shared(x, lora))
-        weight = self.shared_gate(x).sigmoid()  # [R, 1]
-        return out.addcmul_(shared(x, lora), weight)
+        gate = self.shared_gate(x)  # [R, 1]
+        return add_gated(out, shared(x, lora), gate)
 
-    def weight_slots(self, prefix: str) -> WeightSlots:
-        moe, slots = self.config, self.router.weight_slots(prefix)
+    def destinations(self, prefix: str) -> Destinations:
+        moe, destinations = self.config, self.router.destinations(prefix)
         if self.correction_bias is not None:
             bias: torch.Tensor = self.correction_bias
             if moe.correction_in_row:
                 bias = bias[None]
-            slots[f"{prefix}.{moe.correction_bias}"] = bias
+            destinations[f"{prefix}.{moe.correction_bias}"] = bias
         if self.expert_scale is not None:
-            slots[f"{prefix}.{moe.expert_scale}"] = self.expert_scale
+            destinations[f"{prefix}.{moe.expert_scale}"] = self.expert_scale
         if self.shared is not None:
-            slots |= self.shared.weight_slots(f"{prefix}.{moe.shared_name}")
+            destinations |= self.shared.destinations(f"{prefix}.{moe.shared_name}")
         if self.shared_gate is not None:
-            slots |= self.shared_gate.weight_slots(prefix)
+            destinations |= self.shared_gate.destinations(prefix)
         if self.to_latent is not None and self.from_latent is not None:
-            slots |= self.to_latent.weight_slots(prefix) | self.from_latent.weight_slots(prefix)
+            destinations |= self.to_latent.destinations(prefix) | self.from_latent.destinations(prefix)
+        if self.latent_norm is not None:
+            destinations |= self.latent_norm.destinations(f"{prefix}.latent_norm")
         if moe.stacked:
-            return slots | self._stacked_slots(prefix)
-        return slots | self._expert_slots(prefix)
+            return destinations | self._stacked_destinations(prefix)
+        return destinations | self._expert_destinations(prefix)
 
-    def _stacked_slots(self, prefix: str) -> WeightSlots:
-        moe, slots = self.config, WeightSlots()
+    def _stacked_destinations(self, prefix: str) -> Destinations:
+        moe, destinations = self.config, Destinations()
         for attribute, weight, bias in (("w1", self.w1, self.w1_bias), ("w2", self.w2, self.w2_bias)):
             name = f"{prefix}.experts.{self.stacked_names[attribute]}"
             if isinstance(weight, Mxfp4Experts):
-                slots |= weight.weight_slots(name)
+                destinations |= weight.destinations(name)
             else:
-                assert isinstance(weight, torch.Tensor)  # others are stored expert by expert
-                slots[name] = weight.mT if moe.transposed else weight
+                assert isinstance(weight, torch.Tensor)  # other formats are stored expert by expert
+                destinations[name] = weight.mT if moe.transposed else weight
             if bias is not None:
-                slots[f"{name}_bias"] = bias
-        return slots
+                destinations[f"{name}_bias"] = bias
+        return destinations
 
-    def _expert_slots(self, prefix: str) -> WeightSlots:
-        moe, slots = self.config, WeightSlots()
+    def _expert_destinations(self, prefix: str) -> Destinations:
+        moe, destinations = self.config, Destinations()
         for weight, kinds in ((self.w1, self.inputs), (self.w2, (moe.down_name,))):
-            assert not isinstance(weight, Mxfp4Experts)  # stored as one tensor
+            assert not isinstance(weight, Mxfp4Experts)  # MXFP4 experts are stored as one tensor
             names: list[str] = []
             for expert in moe.experts:
                 names += [f"{prefix}.experts.{expert}.{kind}" for kind in kinds]
             if isinstance(weight, PackedWeights):
-                slots |= weight.weight_slots(names)
+                destinations |= weight.destinations(names)
             else:
                 parts = weight.view(len(names), -1, weight.shape[2])
                 for name, part in zip(names, parts, strict=True):
-                    slots[f"{name}.weight"] = part
-        return slots
+                    destinations[f"{name}.weight"] = part
+        return destinations
 
     def _tensors(self, weight: torch.Tensor | Mxfp4Experts | PackedWeights, bias: torch.Tensor | None) -> ExpertLinear:
         if isinstance(weight, PackedWeights):
@@ -377,7 +392,7 @@ class SparseMoe(nn.Module):
 
 @contextmanager
 def capture_experts(network: Any, captured: CapturedStates) -> Iterator[None]:
-    """Set `routed_experts` to those of the network's layers in the forward that runs inside, if they are wanted."""
+    """Set `captured.routed_experts` to the experts that a forward inside chooses, if the caller wants them."""
     if not captured.has_experts:
         yield
         return
@@ -404,10 +419,10 @@ def capture_experts(network: Any, captured: CapturedStates) -> Iterator[None]:
 
 
 def choose_by_mixer(logits: torch.Tensor, margin: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose two experts of each token, the second without the first (SparseMixer; Liu et al., 2023).
+    """Choose two experts of each token one after the other (SparseMixer; Liu et al., 2023).
 
-    The weight is that of a softmax over the experts whose logits differ from the best one by at most `margin` of its
-    size, or of their own if that is larger.
+    An expert is a candidate if its logit differs from the best one by at most `margin`, relative to the larger of both
+    sizes. The routing weight is the best expert's softmax over the candidates. The second choice leaves the first out.
 
     logits: float32 [T, num_experts]. Returns weights float32 and ids int32, both [T, 2].
     """
@@ -425,7 +440,7 @@ def choose_by_mixer(logits: torch.Tensor, margin: float) -> tuple[torch.Tensor, 
 
 
 def _products(weight: Any) -> ExpertProducts:
-    """Return each expert's product. weight: plain ones [num_experts, out_features, in_features], or CpuExperts."""
+    """Return each expert's product. weight: plain [num_experts, out_features, in_features], or CpuExperts."""
     if isinstance(weight, CpuExperts):
         return weight.multiply
     return ExpertProducts([partial(_plain_product, matrix) for matrix in weight], weight.shape[1])

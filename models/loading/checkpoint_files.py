@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from paged.errors import CheckpointError
-from paged.models.loading.read_record import record_text
+from paged.models.loading.files_read import note_text
 
-# The largest index of a supported model has 3 MB and 40,000 entries; Python takes up to 30 bytes per byte of JSON.
+# Limits of a JSON file's bytes and values. Any supported model's index is smaller. The limits bound the memory for
+# parsing, because Python takes up to 30 bytes per byte of JSON.
 _MAX_JSON_BYTES = 16 << 20
 _MAX_JSON_VALUES = 400_000
 
-# Files that show that a folder is no checkpoint in Hugging Face layout, what it is and what to do. First match counts.
+# File name that shows that a folder is no Hugging Face checkpoint -> what it is and what to do; the first match counts.
 _OTHER_KINDS = (
     ("*.gguf", "GGUF, the format of llama.cpp: give the safetensors folder that it was converted from"),
     ("adapter_config.json", "an adapter, not a model: load its base model, then load this folder with load_lora"),
@@ -28,7 +29,7 @@ _OTHER_KINDS = (
 
 
 def other_kind(path: Path) -> str:
-    """Return, for a message, what a path without a loadable model is and what to do; empty if unknown."""
+    """Describe, for a message, a path without a loadable model, and say what to do; empty if nothing is known."""
     names = [path.name]
     try:
         if not path.is_file():
@@ -44,10 +45,10 @@ def other_kind(path: Path) -> str:
 
 
 def regular_size(file: Path) -> int:
-    """Return the size in bytes of a regular file; links are followed, as the Hub's cache needs.
+    """Return the size in bytes of a regular file. Links are followed, because the Hub's cache consists of links.
 
     Raises:
-        CheckpointError: it is missing, unreadable or not a regular file: reading a pipe or a device may never end.
+        CheckpointError: the file is missing, unreadable or not regular: reading a pipe or a device may never end.
     """
     try:
         status = os.stat(file)
@@ -69,10 +70,10 @@ def is_there(file: Path) -> bool:
 
 
 def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> str:
-    """Return a regular file's UTF-8 text; most_values limits the values of JSON.
+    """Return a regular file's UTF-8 text. most_values limits the number of values, if the text is JSON.
 
     Raises:
-        CheckpointError: it is missing, not a regular file, not UTF-8, or too large.
+        CheckpointError: the file is missing, not regular, not UTF-8, or too large.
     """
     size = regular_size(file)
     if size > most_bytes:
@@ -82,7 +83,7 @@ def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> st
             data = opened.read(size)  # a file in /proc has size 0 and may be endless
         if most_values is not None and sum(map(data.count, (b",", b"[", b"{"))) > most_values:
             raise CheckpointError(f"{file}: unreadable (more than {most_values} values)")
-        record_text(file, data)
+        note_text(file, data)
         return data.decode()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: unreadable ({error})") from error
@@ -91,10 +92,10 @@ def read_text(file: Path, most_bytes: int, most_values: int | None = None) -> st
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
-    NaN and infinities are accepted, as Python writes them. If a key occurs twice, its last value counts.
+    NaN and infinities are accepted, because Python writes them. If a key occurs twice, its last value counts.
 
     Raises:
-        CheckpointError: it is missing, not a regular file, not UTF-8 JSON, no object, too large, or nested too deep.
+        CheckpointError: the file is missing, not regular, not UTF-8 JSON, no object, too large, or nested too deep.
     """
     text = read_text(file, _MAX_JSON_BYTES, _MAX_JSON_VALUES)
     try:

@@ -9,18 +9,19 @@ from pathlib import Path
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.models.loading.checkpoint_files import is_there, other_kind
 
-# Neither code nor pickles. "consolidated" files and the folder "original" repeat the weights in another layout.
+# Patterns of files to download: neither code nor pickles. "consolidated" files and the folder "original" are left out,
+# because they repeat the weights in another layout.
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*")
 _UNWANTED = ("consolidated*", "original/*", "*.bin", "*.pt", "*.pth", "*.py")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
-# Folder of a model in the Hub's cache.
+# Name of a model's folder in the Hub's cache: organisation and model.
 _CACHED = re.compile(r"models--(.+?)--(.+)")
 
 
 def local_folder(path: Path, *, has_weights: bool = True) -> Path:
     """Return the path, or if it does not exist and reads OWNER/NAME, that model's folder in the Hub's cache.
 
-    Missing files are downloaded unless HF_HUB_OFFLINE=1. has_weights: whether that includes the weights.
+    Missing files are downloaded unless HF_HUB_OFFLINE=1. has_weights: whether to download the weights too.
 
     Raises:
         CheckpointError: the model is neither on the Hub nor in its cache.
@@ -45,17 +46,18 @@ def model_name(folder: Path) -> str:
 def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
     """Return the folder of a checkpoint, given as a folder or as OWNER/NAME on the Hub, which is downloaded if missing.
 
-    is_run: whether all files to run it are needed; otherwise config.json is enough, and weights are not downloaded.
+    is_run: whether the model will run and needs all files. Otherwise config.json is enough, and weights are not
+        downloaded.
 
     Raises:
-        InvalidInputError: there is no such folder, and it is not OWNER/NAME.
+        InvalidInputError: there is no such folder, and the name is not OWNER/NAME.
         CheckpointError: the folder lacks files, or the model is neither on the Hub nor in its cache.
-        UnsupportedError: it is on the Hub, and the package huggingface_hub is not installed.
+        UnsupportedError: the model is on the Hub, and the package huggingface_hub is not installed.
     """
     path = local_folder(Path(model), has_weights=is_run)
     try:
         is_folder, is_file = path.is_dir(), path.exists()
-    except (OSError, ValueError) as error:  # too long, no permission, or a null character
+    except (OSError, ValueError) as error:  # the name is too long or has a NUL, or the folder is not readable
         raise InvalidInputError(f"model {str(model)!r}: {getattr(error, 'strerror', None) or error}") from error
     if is_folder:
         _check_complete(path, is_run)
@@ -68,7 +70,7 @@ def checkpoint_folder(model: str | Path, *, is_run: bool = True) -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the files that a folder lacks to run."""
+    """Return the files that a folder lacks for a model to run."""
     missing = [name for name in ("config.json", "tokenizer.json") if not is_there(folder / name)]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
@@ -91,7 +93,7 @@ def _download(model_id: str, patterns: list[str]) -> Path:
         ) from error
     try:
         return Path(snapshot_download(model_id, allow_patterns=patterns, ignore_patterns=list(_UNWANTED)))
-    except Exception as error:  # the types depend on the client's release: its own, HTTP's or the file system's
+    except Exception as error:  # a client's release may raise its own errors, HTTP's or the file system's
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
             f"model {model_id!r}: no such folder, not in the Hub's cache, and its download failed "

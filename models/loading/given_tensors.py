@@ -1,4 +1,4 @@
-"""Tensors of this process, read as if they stood in a checkpoint's file."""
+"""Tensors of this process, read like the tensors of a checkpoint file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import torch
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.loading.tensor_file import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class GivenTensors:
-    """Tensors by their names in a checkpoint; what reads a `TensorFile` reads these.
+    """Tensors by their names in a checkpoint, with the methods of a `TensorFile`.
 
     Raises:
         InvalidInputError: an item is no pair of a name and a tensor, or a name comes twice.

@@ -9,24 +9,27 @@ from types import MappingProxyType
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
 from paged.tools.printable import one_line
 
 _REQUIRED: Any = object()
-# Above any model's sizes; products of two still fit into 64 bits.
+# Limit of integers in config.json: above any model's sizes, and so small that a product of two fits into 64 bits.
 _MAX_INTEGER = 2**31 - 1
 
 
 class HfConfig:
-    """Values of a config.json, or of a section of one; a key that is absent or null takes the default, but a null flag
-    is false.
+    """Values of a config.json, or of a section in it.
+
+    A key that is absent or null takes its default; a null flag is false.
 
     defaults: values of absent keys, by key; set once the family is known.
-    read_keys: keys that were read, so their values are honoured or known to have no effect.
+    own_names: names that a family's files use for common keys, by the common key; the family sets them.
+    read_keys: keys that were read; the reader honours their values or knows that they have no effect.
     """
 
     defaults: Mapping[str, Any] = MappingProxyType({})
+    own_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
@@ -38,7 +41,7 @@ class HfConfig:
         """Read the folder's config.json or a similar file; with may_lack, a missing file counts as empty.
 
         Raises:
-            CheckpointError: it is missing, or not a JSON object.
+            CheckpointError: the file is missing, or not a JSON object.
         """
         file = folder / name
         if may_lack and not is_there(file):
@@ -49,13 +52,14 @@ class HfConfig:
 
     def value(self, key: str) -> Any:
         """Return any value, or None."""
-        self.read_keys.add(key)
-        return self.values.get(key, self.defaults.get(key))
+        name = self._name(key)
+        self.read_keys.add(name)
+        return self.values.get(name, self.defaults.get(key))
 
     def overridden(self, values: Mapping[str, Any]) -> HfConfig:
-        """Return a copy with other values for some keys, and its own read_keys."""
+        """Return a copy with other values for some keys. The copy notes its own read_keys."""
         config = HfConfig({**self.values, **values}, self.source)
-        config.defaults = self.defaults
+        config.defaults, config.own_names = self.defaults, self.own_names
         return config
 
     def integer(self, key: str, default: int = _REQUIRED, *, minimum: int = 1, maximum: int = _MAX_INTEGER) -> int:
@@ -90,7 +94,7 @@ class HfConfig:
         """Return the positive divisor of a soft cap; 0 if the key is null, or absent without a family default.
 
         Raises:
-            UnsupportedError: it is 0.
+            UnsupportedError: the value is 0.
         """
         value = self.value(key)
         if value is None:
@@ -107,8 +111,9 @@ class HfConfig:
         return tuple(HfConfig({key: value}, self.source).number(key) for value in values)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false; null is false, as in code that only asks whether a value is true."""
-        if key in self.values and self.values[key] is None:
+        """Return true or false. Null is false, as in model code that tests whether the value is true."""
+        name = self._name(key)
+        if name in self.values and self.values[name] is None:
             default = False
         return bool(self._get(key, default, "true or false", bool))
 
@@ -120,7 +125,7 @@ class HfConfig:
         """Return one of the known values, or None; words match in any letter case. Null takes the family's default.
 
         Raises:
-            UnsupportedError: it is another value.
+            UnsupportedError: the value is not known.
         """
         value = self.value(key)
         if value is None:
@@ -151,19 +156,25 @@ class HfConfig:
         value = self.value(key)
         if value is None:
             if default is _REQUIRED:
-                raise CheckpointError(f"{self.source}: {key} is missing, expected {expected}")
+                raise CheckpointError(f"{self.source}: {self._name(key)} is missing, expected {expected}")
             return default
-        # Python's bool is an int; JSON's is not.
+        # `type` instead of isinstance, because Python's bool is an int and JSON's is not.
         if type(value) not in kinds:
             raise self._wrong(key, value, expected)
         return value
 
     def _wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
-        return CheckpointError(f"{self.source}: {key} = {shown(value)}, expected {expected}")
+        return CheckpointError(f"{self.source}: {self._name(key)} = {shown(value)}, expected {expected}")
+
+    def _name(self, key: str) -> str:
+        """Return the name of a key in the file; a file may use the common name instead of the family's own."""
+        if key in self.values:
+            return key
+        return self.own_names.get(key, key)
 
 
 def _are_equal(value: Any, choice: Any) -> bool:
-    """Return whether two values of JSON are equal; words in any letter case."""
+    """Return whether two JSON values are equal; words match in any letter case."""
     if isinstance(value, str) and isinstance(choice, str):
         return value.casefold() == choice.casefold()
     return isinstance(value, bool) == isinstance(choice, bool) and bool(value == choice)
@@ -172,7 +183,7 @@ def _are_equal(value: Any, choice: Any) -> bool:
 def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
     """Read the end tokens from generation_config.json, else config.json, else its `text_config`, as transformers does.
 
-    Each may hold one id or several.
+    Each place may hold one id or several.
 
     Raises:
         CheckpointError: a file is unreadable or malformed, or a value is not a token id.

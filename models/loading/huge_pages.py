@@ -1,7 +1,7 @@
-"""Weights of a CPU in pages of 2 MiB.
+"""Move the weights of a CPU to pages of 2 MiB.
 
-In pages of 4 KiB a decode step waits for address translations, more so in a virtual machine. On two cores of an EPYC in
-a virtual machine, steps of a Llama of 0.5B take 0.83 of the time in bfloat16, 0.88 in int8 and 0.91 in int4.
+In pages of 4 KiB, a decode step waits for address translations, more so in a virtual machine: a float model takes up to
+a fifth longer. See models/limits.md.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from typing import NamedTuple
 
 import torch
 
-from paged.kernels.common.torch_ops.linear import packed_address
+from paged.kernels.cpu.products import packed_address
 
 _PAGE = 2 << 20
-# Linux: such pages from now on; and now, by a copy of the memory there, 0.5 s for 1 GiB. The latter came with 6.1.
+# Advice to Linux: use huge pages for pages that are touched from now on; move existing pages to huge pages at once. The
+# second exists since Linux 6.1, see models/limits.md.
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25
 
 
 class _Span(NamedTuple):
-    """Memory from an address to below another one."""
+    """Memory from `start` to before `end`, in bytes."""
 
     start: int
     end: int
 
 
 def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Let tensors on a CPU lie in pages of 2 MiB, as far as Linux has them; addresses stay.
+    """Move tensors on a CPU to pages of 2 MiB, as far as Linux has them; addresses stay.
 
-    A system without such pages leaves everything as it is.
+    A system without huge pages leaves everything unchanged.
     """
     if sys.platform != "linux":
         return
@@ -43,7 +44,7 @@ def move_to_huge_pages(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _span_of(tensor: torch.Tensor) -> _Span:
-    """Return the pages of a tensor's memory, of which its first and last may hold others; none if it is unknown."""
+    """Return all pages that a tensor's memory touches; none if its address is unknown."""
     if tensor.is_mkldnn:
         address = packed_address(tensor)
         if address is None:
@@ -56,7 +57,7 @@ def _span_of(tensor: torch.Tensor) -> _Span:
 
 
 def _joined(spans: Sequence[_Span]) -> list[_Span]:
-    """Return the spans in order, each pair that overlaps or touches as one: small weights share their pages."""
+    """Return the spans in order, and join spans that overlap or touch: small weights share pages."""
     joined: list[_Span] = []
     for span in sorted(spans):
         if joined and span.start <= joined[-1].end:

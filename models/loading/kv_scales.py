@@ -15,28 +15,29 @@ from paged.models.loading.weights import FLOATING, StoredTensor, StoredTensors, 
 
 _LOG = logging.getLogger("paged")
 
-# Last words of names -> caches that they scale. Zero points belong to asymmetric integers.
+# Last word of a tensor's name -> the caches that the tensor scales: k, v or both. Zero points are refused
+# unless they are 0, because 8-bit floats have none.
 _CACHES = {
     "k_scale": "k",
     "v_scale": "v",
     "kv_scale": "kv",
     "k_zero_point": "k",
     "v_zero_point": "v",
-    # of queries and probabilities, which are in no cache
+    # Scales of queries and probabilities, which are in no cache.
     **dict.fromkeys(("q_scale", "p_scale", "prob_scale", "prob_output_scale", "q_zero_point"), ""),
 }
 _OUTPUT = "output_scale"
-# They stand beside the attention module (compressed-tensors, AutoFP8), in vLLM's module inside of it, or beside the
-# projection whose output they scale (ModelOpt, Quark).
+# A scale stands beside the attention module (compressed-tensors, AutoFP8), inside of it in a submodule (vLLM), or
+# beside the projection whose output it scales (ModelOpt, Quark).
 _PLACE = re.compile(r"(?P<module>.+?)(?:\.(?:mla_)?attn)*(?:\.(?P<projection>q|k|v|kv|qkv|qkqkv|kv_b)_proj)?")
 _ATTENTION = re.compile(r"model\.layers\.(\d{1,9})\.self_attn")
-# Caches that hold the output of a projection. Queries and what a latent expands to are in none.
+# Projection -> caches that hold its output; empty for queries and expanded latents, which no cache holds.
 _OUTPUTS = {"k": "k", "v": "v", "kv": "kv", "qkv": "kv", "qkqkv": "kv", "q": "", "kv_b": ""}
 _MAX_SHOWN = 4
 
 
 class _KvScale(NamedTuple):
-    """What a tensor's name says.
+    """The parts of a scale's name.
 
     module: name of the attention module.
     kinds: letters of the caches that it scales: "k", "v", "kv", or "" for another operand of attention.
@@ -49,21 +50,21 @@ class _KvScale(NamedTuple):
 
 
 def is_kv_scale(name: str) -> bool:
-    """Return whether a tensor's name, in any layer, is one of the KV cache's scales or of another operand's."""
+    """Return whether a tensor's name, in any layer, is a scale of the KV cache or of another operand of attention."""
     return _parse(name) is not None
 
 
 def split_kv_scales(stored: StoredTensors) -> tuple[StoredTensors, StoredTensors]:
-    """Return the other tensors, and those of `is_kv_scale` in the layers. Names are the family's."""
-    others: StoredTensors = {}
+    """Split tensors, under the family's names, into the weights and the scales that `is_kv_scale` finds in layers."""
+    weights: StoredTensors = {}
     scales: StoredTensors = {}
     for name, tensor in stored.items():
         parsed = _parse(name)
         if parsed is not None and _ATTENTION.fullmatch(parsed.module):
             scales[name] = tensor
         else:
-            others[name] = tensor
-    return others, scales
+            weights[name] = tensor
+    return weights, scales
 
 
 def load_kv_scales(
@@ -71,10 +72,12 @@ def load_kv_scales(
 ) -> list[dict[str, torch.Tensor]]:
     """Return `k_scale` and `v_scale` of every layer that has them, float32, [1] or [num_kv_heads].
 
-    A value is stored * scale. If some are stored, a warning names the layers that lack one of theirs.
+    A value is stored * scale. If some layers have scales, a warning names the layers that lack one.
 
-    stored: of `split_kv_scales`. num_kv_heads, caches: of each layer; caches has the letters of those that it fills,
-        "kv", "k" or "".
+    Args:
+        stored: the scales that `split_kv_scales` returns.
+        num_kv_heads: KV heads of each layer.
+        caches: letters of the caches that each layer fills: "kv", "k" or "".
 
     Raises:
         CheckpointError: a scale occurs twice, belongs to no layer, has another size or no floating dtype, or is not
@@ -103,7 +106,7 @@ def load_kv_scales(
 
 
 def _parse(name: str) -> _KvScale | None:
-    """Return what a name says; None for another tensor, or if the projection contradicts the name."""
+    """Return the parts of a scale's name; None for another tensor, or if the projection contradicts the name."""
     place, _, scale = name.rpartition(".")
     if scale not in _CACHES and scale != _OUTPUT:
         return None

@@ -12,31 +12,27 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.folder_path import as_folder
-from paged.kernels.common.device import default_device
-from paged.kernels.common.scalars import as_bool, as_int, shown
+from paged.kernels.core.device import default_device
+from paged.kernels.core.dtypes import KV_KINDS
+from paged.kernels.core.errors import as_bool, as_int, shown
 from paged.token_ids import as_token_ids
 
-# Block ids and positions are 32-bit integers on the device.
+# Limit of block ids and positions, which are 32-bit integers on the device.
 _LARGEST = 2**31 - 1
-# Limit of the number of sizes; each has graphs with their own memory. The 23 default sizes have 36 graphs, plus 22 with
-# adapters.
+# Limit of the number of step sizes with graphs, because the graphs of each size take memory.
 _MAX_GRAPHS = 1024
 _MAX_DRAFTS = 63
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# Names of 8-bit dtypes in addition; the short ones are vLLM's.
-KV_CACHE_DTYPES = {
-    **dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3fn"), torch.float8_e4m3fn),
-    **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), torch.float8_e5m2),
-    "int8": torch.int8,
-}
+# Name -> KV cache dtype, for dtypes other than the weights'.
+KV_CACHE_DTYPES = {name: dtype for dtype, kind in KV_KINDS.items() for name in kind.spellings}
 
 
 def as_device(name: str, value: object) -> torch.device:
-    """Return the device "cpu", "cuda" or "cuda:1", given as text or torch.device; None takes CUDA if there is one.
+    """Return the device "cpu", "cuda" or "cuda:1", given as text or torch.device. None takes CUDA if it is available.
 
     Raises:
-        InvalidInputError: it is not such a device, or the device does not exist.
+        InvalidInputError: the value is no such device, or the device does not exist.
     """
     if value is None:
         return default_device()
@@ -55,7 +51,7 @@ def as_dtype(name: str, value: object, more_dtypes: Mapping[str, torch.dtype] | 
     """Return float32, float16, bfloat16 or one of `more_dtypes`, from a dtype or its name; None for None and "auto".
 
     Raises:
-        InvalidInputError: it is something else.
+        InvalidInputError: the value is something else.
     """
     if value is None or (isinstance(value, str) and value == "auto"):
         return None
@@ -69,10 +65,10 @@ def as_dtype(name: str, value: object, more_dtypes: Mapping[str, torch.dtype] | 
 
 
 def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
-    """Return numbers of tokens for CUDA graphs, True for the default, False for none, or None.
+    """Return numbers of tokens for CUDA graphs, True for the default, False for no graphs, or None.
 
     Raises:
-        InvalidInputError: it is something else.
+        InvalidInputError: the value is something else.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -116,39 +112,39 @@ class LoadOptions:
         device: "cpu", "cuda" or "cuda:1", as text or torch.device; None for CUDA if there is one, else the CPU.
         dtype: float32, float16 or bfloat16 for weights and activations, as torch.dtype or name; None or "auto" for the
             checkpoint's dtype.
-        num_blocks: blocks of the KV cache. None takes 90 % of the GPU's memory left after the weights, or on a CPU
-            enough for four sequences of full length, at most 1 GiB.
+        num_blocks: blocks of the KV cache. None takes 90 % of the GPU's memory left after the weights. On a CPU, None
+            takes enough for four sequences of full length, at most 1 GiB.
         block_size: tokens in a block. None takes 64 on sm_90, sm_100 and sm_103, whose copy engine fetches such a block
             in one box, and 16 elsewhere.
         max_seq_len: longest sequence in tokens; None for the model's own limit.
         num_swap_blocks: blocks of host memory for swapped sequences. If layers have several block tables, this and
             num_blocks count blocks of each table.
         host_cache_bytes: host memory for prefixes that the KV cache evicts, see `PagedKvCacheConfig`; 0 for none. Each
-            rank takes as much.
-        cache_folder, cache_folder_bytes: folder that keeps these prefixes for other processes and restarts, and the
-            most bytes of all files there; None for no folder, and for no limit. Loading reads the weights once more, to
-            know every byte of them. Each rank has files of its own there.
+            rank takes this much.
+        cache_folder: folder that keeps evicted prefixes for other processes and restarts; None for no folder. Each rank
+            has its own files there. Loading then reads the weights twice, to identify them by every byte.
+        cache_folder_bytes: largest size of all files in cache_folder; None for no limit.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
-            in KV_CACHE_DTYPES: float8_e4m3fn or float8_e5m2 with the checkpoint's scales (1 if it has none), or int8
-            with a scale for each head and token. Latents take float8_e4m3fn alone.
+            in KV_CACHE_DTYPES: an 8-bit float with the checkpoint's scales (1 if it has none), or int8 with a scale
+            for each head and token. Latents take float8_e4m3fn alone.
         max_loras: number of adapters that can be loaded at once.
         max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
             rank.
         cuda_graphs: numbers of tokens up to which steps are padded and replayed from CUDA graphs, see `graph_shapes`.
-            True for 1 to 256 in 23 sizes, False for none. `warmup` of the executor or `prepare` of the model captures
-            them. None is True on a GPU; on a CPU with numba kernels it records decode steps, see `RECORDED_SIZES`.
-            Steps that cannot be recorded run without a recording.
-        draft: "mtp" for the multi-token head in the checkpoint, or the folder of an EAGLE-3 head, to draft with
-            `HeadProposer`; None for neither.
+            True for 1 to 256 in 23 sizes, False for no graphs. `warmup` of the executor or `prepare` of the model
+            captures the graphs. None is True on a GPU; on a CPU with numba kernels it records decode steps, see
+            `RECORDED_SIZES`. Steps that cannot be recorded run without a recording.
+        draft: "mtp" to draft with the multi-token head in the checkpoint, or the folder of an EAGLE-3 head; see
+            `HeadProposer`. None for no draft head.
         quantization: "int8" or "int4" to round the projections of a plain checkpoint while loading, on a CPU without
-            Triton; None for the weights as they are. Embeddings, head and routers stay plain. int8 also rounds
-            activations, each token by itself; int4 has groups of 128 columns, or of 64 or 32.
+            Triton; None to keep the weights. Embeddings, head and routers stay plain. int8 also rounds the activations
+            of each token; int4 has groups of 128 columns, or of 64 or 32.
         num_state_slots: states of recurrent layers that the cache has memory for: two for each running sequence, and
             one for each snapshot. None takes up to half of the cache's memory on a GPU, and 32 on a CPU. With swap
-            blocks, the host has as many, but no more than swap blocks.
-        snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size; None for the
-            ends of prompts and the positions where prompts part only.
+            blocks, the host has as many states, but no more than swap blocks.
+        snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size. None keeps
+            states only at the ends of prompts and where prompts diverge.
         max_drafts: most drafts that a step verifies for a sequence with recurrent layers.
         model_impl: "native" for a family of this package, "transformers" for transformers' own module over the paged
             cache, "auto" for the family if there is one.
@@ -191,7 +187,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "dtype": as_dtype,
     "num_blocks": _as_optional_size,
     "block_size": _as_optional_size,
-    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the model's limit is checked later
+    "max_seq_len": partial(_as_optional_size, low=-_LARGEST),  # the load checks the model's limit
     "num_swap_blocks": partial(as_int, high=_LARGEST),
     "host_cache_bytes": as_int,
     "cache_folder": _as_optional_folder,

@@ -1,5 +1,7 @@
-"""Read a safetensors file into memory. If the file is truncated or rewritten meanwhile, that raises an error; a memory
-map would crash the process."""
+"""Read a safetensors file into memory, not by a memory map.
+
+If another process truncates or rewrites the file meanwhile, reading raises an error; a memory map would crash.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 
 from paged.errors import CheckpointError
 from paged.models.loading.checkpoint_files import regular_size
-from paged.models.loading.read_record import record_file, stamp_of
+from paged.models.loading.files_read import note_file, stamp_of
 from paged.tools.printable import one_line
 
 DTYPES = {
@@ -25,13 +27,13 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-# Enough for 100,000 tensors; reading a header of the format's own limit, 100 MB, takes seconds and 400 MB.
+# Limit of a file's header, enough for 100,000 tensors. The format itself allows headers that take seconds to parse.
 _MAX_HEADER_BYTES = 16 << 20
 # Size of the reused buffer for tensors that are converted, sent to a device, or cut by columns.
 _PIECE_BYTES = 4 << 20
-# Least bytes per thread.
+# Least bytes that a thread reads: smaller tensors are read by fewer threads.
 _LEAST_SHARE = 1 << 20
-# Shorter runs are read together with the gaps between them.
+# Runs of contiguous bytes that are shorter than this are read together with the gaps between them.
 _LEAST_RUN = 4096
 
 
@@ -41,7 +43,7 @@ class TensorFile:
     tensors: name -> (dtype as safetensors names it, shape, first byte, end). stamp: changes when the file does.
 
     Raises:
-        CheckpointError: it is missing, unreadable or truncated, or its header is inconsistent.
+        CheckpointError: the file is missing, unreadable or truncated, or its header is inconsistent.
     """
 
     def __init__(self, file: Path) -> None:
@@ -50,9 +52,9 @@ class TensorFile:
         self._threads = ThreadPoolExecutor(torch.get_num_threads())
         try:
             self.stamp = self._stamp()
-            record_file(file, self.stamp)
+            note_file(file, self.stamp)
             header_size = int.from_bytes(self._opened.read(min(size, 8)), "little")
-            if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files in /proc have size 0, and may block
+            if size < 8 or header_size > min(size, _MAX_HEADER_BYTES):  # files in /proc have size 0 and may block
                 raise self.wrong(f"a header of {header_size} bytes")
             self._start = 8 + header_size
             self.tensors = self._entries(self._opened.read(header_size), size - self._start)
@@ -107,7 +109,7 @@ class TensorFile:
             rows[row : row + count].copy_(self._read(name, piece, row * row_bytes))
 
     def checksum(self, name: str, pieces: int, piece_bytes: int) -> int:
-        """Return a checksum of evenly spaced pieces of a tensor's bytes, with both ends; of a small tensor, of all."""
+        """Return a checksum of evenly spaced pieces of a tensor, both ends included; of a small tensor's every byte."""
         _, _, begin, end = self.tensors[name]
         begin, end = self._start + begin, self._start + end
         last, checksum = max(begin, end - piece_bytes), 0
@@ -125,12 +127,12 @@ class TensorFile:
         return DTYPES[stored]
 
     def _read(self, name: str, out: torch.Tensor, offset: int) -> torch.Tensor:
-        """Fill contiguous memory with a tensor's bytes from an offset on."""
+        """Fill contiguous memory with a tensor's bytes, beginning at an offset."""
         offset += self._start + self.tensors[name][2]
         if out.nbytes:
-            # Not by `Tensor.numpy`, which fixes the size of the storage; `DeviceMemory` changes it.
+            # `Tensor.numpy` would fix the size of the storage, which `DeviceMemory` changes.
             data = memoryview((ctypes.c_char * out.nbytes).from_address(out.data_ptr())).cast("B")
-            # One part per torch thread: one thread reads half as fast as two copy from a memory map.
+            # Each torch thread reads one part, because a single thread reads half as fast.
             count = min(torch.get_num_threads(), -(-out.nbytes // _LEAST_SHARE))
             size = -(-out.nbytes // count)
             parts = []

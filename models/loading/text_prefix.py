@@ -9,30 +9,31 @@ from typing import NamedTuple
 from paged.errors import CheckpointError
 from paged.tools.printable import one_line
 
-# One layer shows the prefix; the others only cost time, as files hold up to 200,000 tensors.
+# Names of layers after the first. They are skipped, because the first layer shows the prefix and files hold up to
+# 200,000 tensors.
 _LATER_LAYER = re.compile(r"(?:^|\.)layers\.[1-9]\d*\.")
-# What a model may keep beside the body whose prefix it is: the LM head and multi-token layers.
+# Parts that a model may keep beside the body that the prefix names: the LM head and multi-token layers.
 BESIDE_BODY = ("lm_head.", "mtp.")
 _BESIDE = re.compile(r"((?:.*?\.)?)(?:lm_head|mtp)\.")
 _EMBEDDING = "model.embed_tokens"
 # Longest name of an embedding, in words: "model.embed_tokens.weight".
 _MOST_WORDS = 3
-# Models have up to three: a thinker, a talker and the talker's predictor of codes.
+# Limit of embeddings in a file. Published models have up to three: for a thinker, a talker and its code predictor.
 _MOST_EMBEDDINGS = 16
 
 
 class TextPrefix(NamedTuple):
-    """Where a checkpoint keeps its text model.
+    """Place of the text model in a checkpoint.
 
     stored: how names of the text model begin in the checkpoint, such as "model.language_model.".
-    ours: what they begin with in its place: "model.", or nothing if `stored` also holds the LM head.
+    ours: how the same names begin for the family: "model.", or "" if `stored` also holds the LM head.
     """
 
     stored: str = ""
     ours: str = ""
 
     def strip(self, name: str) -> str | None:
-        """Return a stored name as a checkpoint of the text model alone has it; None for other parts' tensors."""
+        """Return a stored name as a checkpoint of the text model alone writes it; None outside of the text model."""
         if name.startswith(self.stored):
             return self.ours + name.removeprefix(self.stored)
         beside = _BESIDE.match(name)
@@ -44,18 +45,18 @@ class TextPrefix(NamedTuple):
 def find_text_prefix(
     stored_names: Iterable[str], expected_names: Iterable[str], rename: Callable[[str], str]
 ) -> TextPrefix:
-    """Return the prefix under which most of the expected names stand; no prefix if none has the embedding.
+    """Return the prefix under which most of the expected names stand; an empty prefix if no name is an embedding.
 
     Args:
         expected_names: the family's names.
         rename: returns the family's name of a name in a checkpoint of the text model alone.
 
     Raises:
-        CheckpointError: two prefixes have equally many, or there are more than 16 embeddings.
+        CheckpointError: two prefixes hold equally many names, or there are more than 16 embeddings.
     """
     names = [name for name in stored_names if not _LATER_LAYER.search(name)]
     modules = {_module(name) for name in expected_names if not _LATER_LAYER.search(name)}
-    modules.add("lm_head")  # also of a head that the configuration ties
+    modules.add("lm_head")  # also if the configuration ties the head
     counts: dict[TextPrefix, int] = {}
     prefixes = _with_embedding(names, rename)
     if len(prefixes) > _MOST_EMBEDDINGS:
@@ -70,7 +71,7 @@ def find_text_prefix(
     if not counts:
         return TextPrefix()
     num_matched = max(counts.values())
-    # Without a head, "language_model." and "language_model.model." hold the same tensors: the first is taken.
+    # Without a head, "language_model." and "language_model.model." hold the same tensors: take the first.
     best = [prefix for prefix in counts if counts[prefix] == num_matched]
     best.sort(key=lambda prefix: len(prefix.stored))
     for prefix in best[1:]:
@@ -89,7 +90,7 @@ def _with_embedding(names: Sequence[str], rename: Callable[[str], str]) -> list[
             inner = ".".join(words[-count:])
             outer = name.removesuffix(inner)
             for ours in ("", "model."):
-                # Without a prefix, the name is the text model's own.
+                # Without a prefix, the name must be the text model's own.
                 if (outer or not ours) and _module(rename(ours + inner)) == _EMBEDDING:
                     prefixes[TextPrefix(outer, ours)] = None
     return list(prefixes)

@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from paged.errors import CheckpointError, InvalidInputError
-from paged.kernels.common.device import use_triton
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.device import use_triton
+from paged.kernels.core.errors import shown
 from paged.models.loading.checkpoint_files import is_there, other_kind, read_json
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.tensor_file import TensorFile
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
-# Dtypes of packed weights and of the tensors beside them -> safetensors' names.
+# Dtypes of packed weights and of their scales and zero points -> safetensors' names.
 PACKED = {
     torch.uint8: ("U8",),
     torch.int8: ("I8",),
@@ -33,17 +33,18 @@ PACKED = {
     torch.float8_e4m3fn: ("F8_E4M3",),
 }
 _MAX_SHOWN = 200
-# Memory that unpacked weights leave to the rest of the machine.
-_MEMORY, _RESERVE = Path("/proc/meminfo"), 1 << 30
-# Limit of files; the largest published checkpoints have 200.
+_MEMORY = Path("/proc/meminfo")
+# Bytes of memory that must stay free on the machine if weights are unpacked.
+_RESERVE = 1 << 30
+# Limits of the number of files and of a file name's characters. The largest published checkpoints have 200 files.
 _MOST_FILES, _MAX_NAME = 4096, 1024
 
 
-class Slot(Protocol):
+class Destination(Protocol):
     """Destination of a checkpoint's tensor: a parameter, a slice of one, or an object that converts it.
 
-    dtype: required for packed weights and tensors that belong to them; for others any floating dtype of 16 bits or more
-    is accepted.
+    dtype: exact for packed weights, their scales and zero points. Others accept any floating dtype of 16 bits or
+    more.
     """
 
     @property
@@ -55,11 +56,11 @@ class Slot(Protocol):
     def copy_(self, stored: torch.Tensor, /) -> object: ...
 
 
-class ConvertedSlot(NamedTuple):
-    """A slot whose `copy_` converts its tensor.
+class ConvertedDestination(NamedTuple):
+    """A destination whose `copy_` converts its tensor.
 
     is_loose: whether the tensor may have additional trailing dimensions of size 1, because files store one number per
-    row both ways. `shape` is without them.
+    row both ways. `shape` leaves these dimensions out.
     """
 
     shape: torch.Size
@@ -69,18 +70,18 @@ class ConvertedSlot(NamedTuple):
 
 
 Tensors = TensorFile | GivenTensors
-# Reads the part of a tensor that a slot takes, from an open file and by the tensor's name in it.
-Read = Callable[[Tensors, str, Slot], torch.Tensor]
+# Reads the part of a tensor that a destination takes, from an open file, by the tensor's name in the file.
+Read = Callable[[Tensors, str, Destination], torch.Tensor]
 # Iterates over work and may show progress. `desc` names the work, `unit` the counted unit, and `size` the number of
 # units of an item, 1 by default.
 Track = Callable[..., Iterable[Any]]
 # Checkpoint name of a tensor -> its destination.
-WeightSlots = dict[str, Slot]
+Destinations = dict[str, Destination]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file's header, or of `source`; dtype as safetensors names it. stamp: see `TensorFile`."""
+    """A tensor in a file's header, or in `source`; dtype as safetensors names it. stamp: see `TensorFile`."""
 
     name: str
     file: Path
@@ -90,7 +91,7 @@ class StoredTensor:
     source: GivenTensors | None = None
 
     def opened(self) -> AbstractContextManager[Tensors]:
-        """Return what the tensor is read from.
+        """Return an object to read the tensor from.
 
         Raises:
             CheckpointError: as `open_tensors`.
@@ -100,7 +101,7 @@ class StoredTensor:
         return open_tensors(self.file, self.stamp)
 
 
-# Name -> tensor; by the name in the file or the family's name.
+# Name in the file, or the family's name -> tensor.
 StoredTensors = dict[str, StoredTensor]
 
 
@@ -110,7 +111,7 @@ def untracked(items: Iterable[Any], **_: object) -> Iterable[Any]:
 
 
 def read_headers(folder: Path | GivenTensors) -> StoredTensors:
-    """Read every tensor's description from the headers of a checkpoint's files, or of given tensors.
+    """Read every tensor's description from the headers of a checkpoint's files, or from given tensors.
 
     Raises:
         CheckpointError: a tensor occurs twice or is not in the file that the index names; or a file is missing,
@@ -127,7 +128,7 @@ def read_headers(folder: Path | GivenTensors) -> StoredTensors:
         if absent := sorted(promised - header.keys()):
             raise CheckpointError(f"{plain(absent[0])}: not in {file}, which the index names for it")
         if repeated := sorted(header.keys() & stored.keys()):
-            raise CheckpointError(f"{plain(repeated[0])}: a second time, in {file}")
+            raise CheckpointError(f"{plain(repeated[0])}: stored twice, again in {file}")
         stored |= header
     return stored
 
@@ -136,7 +137,7 @@ def read_header(file: Path) -> StoredTensors:
     """Read the header of one file.
 
     Raises:
-        CheckpointError: it is missing, unreadable or truncated.
+        CheckpointError: the file is missing, unreadable or truncated.
     """
     stored: StoredTensors = {}
     with open_tensors(file) as tensors:
@@ -146,61 +147,68 @@ def read_header(file: Path) -> StoredTensors:
 
 
 def check_weights(
-    stored: StoredTensors, slots: Mapping[str, Slot], *, tied_head: bool, folder: str | Path | GivenTensors
+    stored: StoredTensors,
+    destinations: Mapping[str, Destination],
+    *,
+    tied_head: bool,
+    folder: str | Path | GivenTensors,
 ) -> None:
-    """Check that every slot has a tensor of its name, shape and dtype, and every tensor has a slot.
+    """Check that every destination has a tensor of its name, shape and dtype, and every tensor has a destination.
 
-    Exceptions for tensors without a slot: `rotary_emb.inv_freq` buffers of old files and, with tied_head, an
+    Two kinds of tensors need no destination: `rotary_emb.inv_freq` buffers of old files and, with tied_head,
     lm_head.weight.
 
     Raises:
         CheckpointError: a tensor is missing or unexpected, or has another shape or dtype.
     """
     for name, tensor in sorted(stored.items()):
-        if name in slots:
-            slot = slots[name]
+        if name in destinations:
+            destination = destinations[name]
             shaped = tensor
-            if isinstance(slot, ConvertedSlot) and slot.is_loose:
+            if isinstance(destination, ConvertedDestination) and destination.is_loose:
                 shaped = replace(tensor, shape=without_ones(tensor.shape))
-            check_shape(name, shaped, list(slot.shape))
-            check_dtype(name, tensor, PACKED.get(slot.dtype, FLOATING))
+            check_shape(name, shaped, list(destination.shape))
+            check_dtype(name, tensor, PACKED.get(destination.dtype, FLOATING))
         elif not (name.endswith("rotary_emb.inv_freq") or (tied_head and name == "lm_head.weight")):
             raise CheckpointError(f"{plain(tensor.name)}: unexpected tensor in {tensor.file}")
-    if missing := slots.keys() - stored.keys():
-        raise CheckpointError(f"{min(missing)}: missing in {folder} ({len(missing)} of {len(slots)} tensors are)")
+    if missing := destinations.keys() - stored.keys():
+        num_missing = f"{len(missing)} of {len(destinations)} tensors are missing"
+        raise CheckpointError(f"{min(missing)}: missing in {folder} ({num_missing})")
 
 
 def load_weights(
     stored: StoredTensors,
-    slots: Mapping[str, Slot],
+    destinations: Mapping[str, Destination],
     parts: Mapping[str, Read] = MappingProxyType({}),
     track: Track = untracked,
     tick: Callable[[], object] = lambda: None,
 ) -> None:
-    """Fill every slot with the tensor of its name, converted to the slot's dtype and device.
+    """Fill every destination with the tensor of its name, converted to the destination's dtype and device.
 
     stored: checked by `check_weights`. parts: readers of tensors that this rank reads in part. track: iterates over
     the names and may show progress in bytes. tick: called after every tensor.
 
     Raises:
-        CheckpointError: a file became unreadable, or packed tensors contradict each other; the slots' contents are then
-            undefined.
+        CheckpointError: a file became unreadable, or packed tensors contradict each other. The contents of the
+            destinations are then undefined.
     """
-    ordered = sorted(slots, key=lambda name: (stored[name].file, name))
-    sizes = {name: math.prod(slot.shape) * slot.dtype.itemsize for name, slot in slots.items()}
+    ordered = sorted(destinations, key=lambda name: (stored[name].file, name))
+    sizes: dict[str, int] = {}
+    for name, destination in destinations.items():
+        sizes[name] = math.prod(destination.shape) * destination.dtype.itemsize
     read = track(ordered, desc="weights", unit="B", size=sizes.__getitem__)
     for file, names in groupby(read, lambda name: stored[name].file):
         first = next(names)
         with stored[first].opened() as tensors:
             for name in chain((first,), names):
-                source, slot, part = stored[name].name, slots[name], parts.get(name)
+                source, destination, part = stored[name].name, destinations[name], parts.get(name)
                 try:
                     if part is not None:
-                        slot.copy_(part(tensors, source, slot))
-                    elif isinstance(slot, torch.Tensor):
-                        tensors.fill(source, slot)
+                        destination.copy_(part(tensors, source, destination))
+                    elif isinstance(destination, torch.Tensor):
+                        tensors.fill(source, destination)
                     else:
-                        slot.copy_(tensors.get_tensor(source))
+                        destination.copy_(tensors.get_tensor(source))
                 except InvalidInputError as error:
                     raise CheckpointError(f"{name}: in {file}, cannot build the projection: {error}") from error
                 tick()
@@ -221,7 +229,7 @@ def open_tensors(file: Path, stamp: tuple[int, ...] = ()) -> Iterator[TensorFile
     """Open a safetensors file; with a stamp, check that the file has not changed since.
 
     Raises:
-        CheckpointError: it is missing, not a regular file, unreadable, truncated or changed.
+        CheckpointError: the file is missing, not regular, unreadable, truncated or changed.
     """
     try:
         with closing(TensorFile(file)) as tensors:
@@ -281,14 +289,14 @@ class PackedModule(nn.Module):
     def bytes_to_pack(self, dtype: torch.dtype) -> int:
         """Return the bytes that a CPU would hold in another order.
 
-        0 where Triton kernels read them, or where memory for them in `dtype`, if that became necessary, is short.
+        Return 0 where Triton kernels read them, or if memory to unpack them in `dtype` is short.
         """
         if use_triton(next(self.parameters(recurse=False))) or not _has_memory(self.num_weights() * dtype.itemsize):
             return 0
         return self.nbytes
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to another device; keep the dtypes if the network's dtype changes."""
+        """Move to another device. The dtypes stay if the network's dtype changes."""
 
         def keeping_type(tensor: torch.Tensor) -> torch.Tensor:
             moved = fn(tensor)
@@ -301,7 +309,7 @@ class PackedModule(nn.Module):
 
 
 def _has_memory(num_bytes: int) -> bool:
-    """Return whether this much memory can be allocated beside the reserve, where Linux tells."""
+    """Return whether this much memory is free beside the reserve; True where Linux does not tell."""
     if not _MEMORY.exists():
         return True
     available = re.search(r"MemAvailable:\s*(\d+) kB", _MEMORY.read_text())
@@ -336,7 +344,7 @@ def _files(folder: Path) -> dict[Path, set[str]]:
     files: dict[Path, set[str]] = {}
     paths: dict[str, Path] = {}
     for name, entry in weight_map.items():
-        # Only strings can be names; each is looked up in the file system once.
+        # Only a string can be a name. Each name is looked up in the file system once.
         if not isinstance(entry, str) or entry not in paths:
             paths[entry] = _inside(folder, name, entry, index)
         file = paths[entry]

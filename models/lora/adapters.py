@@ -17,25 +17,25 @@ from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, InvalidInputError
 from paged.folder_path import as_folder
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
 from paged.models.families.network import Network
 from paged.models.layers.decoder import Linear
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
 from paged.seq_id import SeqId
-from paged.staging import to_device
+from paged.step.staging import to_device
 
 
 @dataclass
 class LoadedAdapter:
     """A loaded adapter.
 
-    slot: index of its weights in every layer's stack. num_tokens: tokens that ran with it. stamp: unique to this load,
-    so that a cache's tiers tell adapters apart that have had one name.
+    index: place of its weights in every layer's stack. num_tokens: tokens that ran with it. stamp: unique to this load,
+    so that the tiers of a cache tell adapters apart that were loaded under the same name.
     """
 
-    slot: int
+    index: int
     rank: int
     num_bytes: int
     num_tokens: int = 0
@@ -46,12 +46,13 @@ class LoraAdapters:
     """Up to max_loras adapters beside the base model, all in one batch.
 
     A sequence's cache namespace decides its adapter: the adapter's name, or a tuple that begins with it. So no
-    sequence finds K/V of another adapter, and a fork keeps its adapter. When an adapter is unloaded, its published
-    blocks are withdrawn.
+    sequence finds K/V of another adapter, and a fork keeps its adapter. Unloading an adapter withdraws its published
+    blocks.
 
-    Each linear layer has one stack of weights for max_loras adapters of max_rank. It is allocated when the first
-    adapter changes the layer and keeps its address; adapters are written into it. num_layers: layers with a stack.
-    loaded: adapters by name. Thread-safe.
+    Each linear layer has one stack of weights for max_loras adapters of max_rank. The first adapter that changes the
+    layer allocates the stack, which keeps its address; later adapters are written into it.
+
+    num_layers: layers with a stack. loaded: adapters by name. Thread-safe.
     """
 
     def __init__(self, network: Network, kv_manager: PagedKvCacheManager, *, max_loras: int, max_rank: int) -> None:
@@ -67,13 +68,13 @@ class LoraAdapters:
         return tuple(self.loaded)
 
     def load(self, name: str, path: str | Path) -> bool:
-        """Load an adapter from a folder that PEFT saved; return whether a layer is changed for the first time.
+        """Load an adapter from a folder that PEFT saved; return whether any layer changes for the first time.
 
-        Sequences can use it as soon as this returns.
+        Sequences can use the adapter as soon as this returns.
 
         Raises:
             InvalidInputError: the name is empty or taken, or is the namespace of sequences without an adapter; all
-                slots are taken, or a rank is above max_rank.
+                max_loras adapters are loaded, or a rank is above max_rank.
             CheckpointError, UnsupportedError: as `read_adapter`; or a weight is not finite in the model's dtype.
         """
         with self._lock:
@@ -98,70 +99,70 @@ class LoraAdapters:
             for key, change in changes.items():
                 if not (change.a.to(dtype).isfinite().all() and change.b.to(dtype).isfinite().all()):
                     raise CheckpointError(f"{key}: not all values are finite as {dtype} in {folder / WEIGHTS_FILE}")
-            taken = {adapter.slot for adapter in self.loaded.values()}
-            slot = min(set(range(self.max_loras)) - taken)
+            taken = {adapter.index for adapter in self.loaded.values()}
+            index = min(set(range(self.max_loras)) - taken)
             num_elements, num_layers = 0, self.num_layers
             changes_of_parts: dict[tuple[Linear, int], LowRank] = {}
             for key, change in changes.items():
                 changes_of_parts[linears[key]] = change
                 num_elements += change.a.numel() + change.b.numel()
             with torch.no_grad():
-                self._write(slot, changes_of_parts)
+                self._write(index, changes_of_parts)
             self._forget_prefixes(name)
-            self.loaded[name] = LoadedAdapter(slot, rank, num_elements * dtype.itemsize)
+            self.loaded[name] = LoadedAdapter(index, rank, num_elements * dtype.itemsize)
             return self.num_layers > num_layers
 
     def unload(self, name: str) -> None:
-        """Free an adapter's slot.
+        """Unload an adapter, so that another one can take its index.
 
         Raises:
-            InvalidInputError: it is not loaded, or sequences use it.
+            InvalidInputError: the adapter is not loaded, or sequences use it.
         """
         with self._lock:
             self._check_loaded(name)
             if holders := self._holders(name):
                 raise InvalidInputError(
-                    f"adapter {name!r}: {len(holders)} sequences hold it, first {holders[0].cache_id!r}"
+                    f"adapter {name!r}: {len(holders)} sequences use it, first {holders[0].cache_id!r}"
                 )
             self._forget_prefixes(name)
             del self.loaded[name]
 
-    def choose(self, cache_id: SeqId, name: str | None) -> None:
-        """Choose a sequence's adapter, None for none; if the sequence is new, start it.
+    def choose(self, seq_id: SeqId, name: str | None) -> None:
+        """Choose a sequence's adapter, None for no adapter; if the sequence is new, start it.
 
         Raises:
-            InvalidInputError: the adapter is not loaded, or the sequence's namespace is not the adapter's.
+            InvalidInputError: the adapter is not loaded, or the sequence's namespace belongs to another adapter.
         """
         with self._lock:
             if name is not None:
                 self._check_loaded(name)
-            handle = self._kv_manager.get_handle(cache_id)
+            handle = self._kv_manager.get_handle(seq_id)
             if handle is None:
                 if name is not None:
-                    self._kv_manager.allocate(cache_id, namespace=name)
+                    self._kv_manager.allocate(seq_id, namespace=name)
                 return
             owner = _owner(handle.namespace)
             if name != owner and (name is not None or owner in self.loaded):
                 raise InvalidInputError(
-                    f"adapter {name!r} for cache {cache_id!r}: its namespace {handle.namespace!r} belongs to another"
+                    f"adapter {name!r} for sequence {seq_id!r}: its namespace {handle.namespace!r} belongs to another"
                 )
 
-    def row_slots(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> NDArray[np.int32] | None:
-        """Return the adapter slot of each row in a forward over `counts` tokens of each sequence, -1 for none.
+    def row_adapters(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> NDArray[np.int32] | None:
+        """Return the adapter of each row, by index, in a forward over `counts` tokens of each sequence, -1 for none.
 
         Return None if no row has an adapter.
         """
-        slots: list[int] = []
+        indices: list[int] = []
         for handle in handles:
             adapter = self.loaded.get(_owner(handle.namespace))
-            slots.append(-1 if adapter is None else adapter.slot)
-        if max(slots, default=-1) < 0:
+            indices.append(-1 if adapter is None else adapter.index)
+        if max(indices, default=-1) < 0:
             return None
-        return np.repeat(np.array(slots, np.int32), counts)
+        return np.repeat(np.array(indices, np.int32), counts)
 
-    def batch(self, row_slots: NDArray[np.int32]) -> LoraBatch:
-        """Return the result of `row_slots` as a batch on the device."""
-        grouped = LoraBatch.group(torch.from_numpy(row_slots))
+    def batch(self, row_adapters: NDArray[np.int32]) -> LoraBatch:
+        """Return the result of `row_adapters` as a batch on the device."""
+        grouped = LoraBatch.group(torch.from_numpy(row_adapters))
         return LoraBatch(*to_device((grouped.rows.numpy(), grouped.slots.numpy()), self._kv_manager.device))
 
     def count(self, handles: Sequence[KvCacheHandle], counts: Sequence[int]) -> None:
@@ -172,12 +173,12 @@ class LoraAdapters:
                 adapter.num_tokens += count
 
     def metrics_snapshot(self) -> dict[str, Any]:
-        """Return slots, bytes of the stacks, and each adapter's slot, rank, bytes, live sequences and tokens run."""
+        """Return sizes of the stacks, and each adapter's index, rank, bytes, live sequences and tokens run."""
         with self._lock:
             adapters: dict[str, dict[str, int]] = {}
             for name, adapter in self.loaded.items():
                 adapters[name] = {
-                    "slot": adapter.slot,
+                    "slot": adapter.index,
                     "rank": adapter.rank,
                     "bytes": adapter.num_bytes,
                     "sequences": len(self._holders(name)),
@@ -201,11 +202,12 @@ class LoraAdapters:
         if name in self.loaded:
             raise InvalidInputError(f"adapter {name!r}: already loaded")
         if len(self.loaded) == self.max_loras:
-            raise InvalidInputError(f"adapter {name!r}: all {self.max_loras} slots are taken (max_loras)")
+            raise InvalidInputError(f"adapter {name!r}: {self.max_loras} are loaded, as many as max_loras allows")
         holders = [handle for handle in self._holders(name) if handle.num_tokens]
         if holders:
             raise InvalidInputError(
-                f"adapter {name!r}: namespace of {len(holders)} sequences without it, first {holders[0].cache_id!r}"
+                f"adapter {name!r}: the namespace of {len(holders)} sequences without an adapter, first "
+                f"{holders[0].cache_id!r}"
             )
 
     def _check_loaded(self, name: str) -> None:
@@ -226,8 +228,8 @@ class LoraAdapters:
             return namespace
         return namespace, adapter.stamp
 
-    def _write(self, slot: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
-        """Fill the slot in every stack; layers that the adapter does not change get rank 0."""
+    def _write(self, index: int, changes: dict[tuple[Linear, int], LowRank]) -> None:
+        """Write an adapter at an index of every stack; a layer that it does not change gets rank 0."""
         for linear, _ in changes:
             if linear.adapters is None:
                 linear.adapters = self._empty_stack(linear)
@@ -241,11 +243,11 @@ class LoraAdapters:
                 change = changes.get((linear, part))
                 if change is not None:
                     ranks[part], scales[part] = change.rank, change.scale
-                    stack.a[slot, part, : change.rank] = change.a
-                    stack.b[slot, : change.rank, first : first + size] = change.b.T
+                    stack.a[index, part, : change.rank] = change.a
+                    stack.b[index, : change.rank, first : first + size] = change.b.T
                 first += size
-            stack.ranks[slot] = torch.tensor(ranks, dtype=torch.int32)
-            stack.scales[slot] = torch.tensor(scales)
+            stack.ranks[index] = torch.tensor(ranks, dtype=torch.int32)
+            stack.scales[index] = torch.tensor(scales)
 
     def _empty_stack(self, linear: Linear) -> LoraWeights:
         in_features, out_features, num_parts = linear.in_features, sum(linear.sizes), len(linear.sizes)
@@ -275,12 +277,15 @@ def _adaptable_layers(network: Network) -> list[Linear]:
 
 
 def _adaptable(network: Network) -> dict[str, tuple[Linear, int]]:
-    """Return the layer and part of each adaptable projection, by checkpoint name. A draft head has none, nor has a
-    product of too many parts, such as that of OLMo Hybrid's recurrent layers."""
+    """Return the layer and part of each adaptable projection, by checkpoint name.
+
+    A draft head has no adaptable projection, nor has a product of too many parts, such as the recurrent layers of OLMo
+    Hybrid have.
+    """
     projections = {}
     for path, module in network.named_modules():
         if isinstance(module, Linear) and len(module.parts) <= MAX_PARTS and not path.startswith("draft_head."):
-            parent = path.rpartition(".")[0]
+            parent = path.rpartition(".")[0].replace(".linear_attn", f".{network.config.recurrent_name}")
             for part, name in enumerate(module.parts):
                 if name in TARGET_MODULES:
                     projections[f"model.{parent}.{name}"] = (module, part)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, StoredTensors, check_dtype, open_tensors, plain, read_header
 from paged.models.parallel.share import Section, cut
@@ -26,7 +26,7 @@ TARGET_MODULES = (
 )
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
-# Settings that are read here or do not affect the computation. Any other is refused if set.
+# Settings that are read here or do not affect the computation. Any other setting is refused.
 _KNOWN_SETTINGS = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "init_lora_weights"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -36,7 +36,7 @@ _KNOWN_SETTINGS = {
 }
 # The other initialisations (pissa, olora, corda, loftq, ...) change the base weights too.
 _INITIAL_WEIGHTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# Above any adapter's scale; 16-bit floats end there.
+# Limit above any adapter's scale; 16-bit floats end here.
 _MAX_SCALE = 65504.0
 
 
@@ -171,7 +171,7 @@ def _check_module(name: str, key: str, shapes: Mapping[str, Sequence[int]], file
 
 
 def _promised(hf: HfConfig, shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Return the modules that a plain list of targets names; for patterns and narrowed lists, none."""
+    """Return the modules that a plain list of targets names; empty for patterns and narrowed lists."""
     if hf.value("exclude_modules") or hf.value("layers_to_transform") is not None:
         return set()
     targets = set(_targets(hf))
@@ -179,7 +179,7 @@ def _promised(hf: HfConfig, shapes: Mapping[str, Sequence[int]]) -> set[str]:
 
 
 def _suffixes(name: str) -> set[str]:
-    """Return `a.b.c`, `b.c`, `c`: the names by which a setting can refer to a module."""
+    """Return all suffixes by which a setting can refer to a module: `a.b.c`, `b.c` and `c` for `a.b.c`."""
     parts = name.split(".")
     return {".".join(parts[first:]) for first in range(len(parts))}
 
@@ -187,7 +187,7 @@ def _suffixes(name: str) -> set[str]:
 def _by_module(
     hf: HfConfig, key: str, read: Callable[[HfConfig, str], float], default: float
 ) -> Callable[[str], float]:
-    """Return a setting's value for a module, else the default.
+    """Return a setting's value for a module, or the default.
 
     Patterns are not supported. If several names match, the first counts, as in PEFT.
 

@@ -1,5 +1,6 @@
-"""What tells models apart: named values that all ranks of a model compare before they run it, and a digest of all that
-K/V depend on, for K/V that outlive the process.
+"""Identify models: named values that all ranks of a model compare before they run it, and a digest for K/V on disk.
+
+The digest covers everything that K/V depend on, so that K/V can outlive the process.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ import torch
 from torch import nn
 
 import paged
-from paged.kernels.common.device import device_of, use_triton
-from paged.kernels.quantization.cpu_product import this_cpu
+from paged.kernels.core.device import device_of, use_triton
+from paged.kernels.cpu.products import this_cpu
 from paged.models.loading.checkpoint_files import regular_size
+from paged.models.loading.files_read import FilesRead
 from paged.models.loading.load_options import LoadOptions
-from paged.models.loading.read_record import ReadRecord
 from paged.models.loading.weights import StoredTensors, open_tensors
 
-# Sample of a tensor: 4 evenly spaced pieces of 4 KB, both ends included; a small tensor is compared whole.
+# Number and bytes of the pieces of a tensor that its checksum covers. They are evenly spaced and include both ends. The
+# checksum of a small tensor covers all bytes.
 _PIECES, _PIECE_BYTES = 4, 4096
 _PACKAGES = ("triton", "numba", "numpy", "safetensors")
-# Environment variables that choose other products, of this package, oneDNN and cuBLAS.
+# Environment variables that change how this package, oneDNN and cuBLAS compute products.
 _ARITHMETIC = ("PAGED_BACKEND", "ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE")
-# Options that the digest of K/V is without, and why. A new option is in it.
+# Options that the digest of K/V leaves out, and the reason. The digest covers every other option.
 LEFT_OUT: Mapping[str, str] = {
     "device": "its type is in the layout of blocks, its architecture in `arithmetic_parts`",
     "dtype": "the dtype of the network is in the digest",
@@ -47,7 +49,7 @@ LEFT_OUT: Mapping[str, str] = {
     "max_loras": "an adapter's K/V have a namespace of their own",
     "max_lora_rank": "as max_loras",
     "cuda_graphs": "the same kernels with more rows",
-    "draft": "the files of a head are in the record, its layer is in the layout",
+    "draft": "the files of a head are in `FilesRead`, its layer is in the layout",
     "num_state_slots": "how many states there are",
     "snapshot_interval": "which states are kept",
     "max_drafts": "the shape of states is in the layout",
@@ -67,8 +69,9 @@ def program_parts() -> dict[str, object]:
 def checkpoint_parts(
     config: Mapping[str, Any], stored: StoredTensors, tick: Callable[[], object] = lambda: None
 ) -> dict[str, object]:
-    """Return a checkpoint's configuration by key, and for each tensor its file, the file's size, the header's entry,
-    and a checksum of a sample of its bytes.
+    """Return a checkpoint's configuration by key, and a description of each tensor.
+
+    A description has the tensor's file, the file's size, the header's entry, and a checksum of a sample of the bytes.
 
     stored: from `read_headers`. tick: called after every tensor.
 
@@ -87,7 +90,7 @@ def checkpoint_parts(
 
 
 def option_parts(options: LoadOptions) -> dict[str, str]:
-    """Return the options of a load that its K/V depend on: all but those of `LEFT_OUT`."""
+    """Return the options of a load that its K/V depend on: all options except `LEFT_OUT`."""
     parts: dict[str, str] = {}
     for field in fields(options):
         if field.name not in LEFT_OUT:
@@ -96,7 +99,7 @@ def option_parts(options: LoadOptions) -> dict[str, str]:
 
 
 def arithmetic_parts(device: torch.device) -> dict[str, object]:
-    """Return what decides how products are computed: on a CPU, whether activations are rounded to int8, for one."""
+    """Return settings that decide how products are computed, such as whether a CPU rounds activations to int8."""
     parts: dict[str, object] = {"triton": use_triton(device), "matmul": torch.get_float32_matmul_precision()}
     for name in _ARITHMETIC:
         parts[name] = os.environ.get(name, "")
@@ -109,7 +112,7 @@ def arithmetic_parts(device: torch.device) -> dict[str, object]:
 
 @cache
 def source_digest() -> str:
-    """Return a hash of this package's own code: a checkout changes more often than its version."""
+    """Return a hash of this package's own code, because a checkout changes more often than its version."""
     root, digest = Path(paged.__file__).parent, hashlib.sha256()
     for folder, names, files in os.walk(root, followlinks=True):
         names.sort()
@@ -121,10 +124,10 @@ def source_digest() -> str:
 
 
 def code_parts(network: nn.Module) -> dict[str, object]:
-    """Return what tells the code of a network's classes apart that is not this package's or PyTorch's.
+    """Return values that identify the code of a network's classes, if it is not this package's or PyTorch's.
 
-    That is the version of transformers, and a hash of each file of a family that the caller has registered or of the
-    code in a checkpoint, with the files beside it.
+    They are the version of transformers, and a hash of each loaded file in the folders of the classes: the code of a
+    registered family or of a checkpoint.
     """
     parts: dict[str, object] = {}
     folders: set[Path] = set()
@@ -144,15 +147,16 @@ def code_parts(network: nn.Module) -> dict[str, object]:
     return parts
 
 
-def model_digest(record: ReadRecord, parts: Mapping[str, object], tick: Callable[[], object] = lambda: None) -> bytes:
-    """Return a digest of all that K/V depend on: what the load has read, these values, and the programs.
+def model_digest(reads: FilesRead, parts: Mapping[str, object], tick: Callable[[], object] = lambda: None) -> bytes:
+    """Return a digest of everything that K/V depend on: the files that the load has read, `parts`, and the programs.
 
-    All threads of PyTorch read and hash the weights, each about 1.2 GB/s. tick: called after every 4 MiB.
+    All threads of PyTorch read and hash the weights; see models/limits.md for their rate. tick: called after every
+    4 MiB.
 
     Raises:
-        CheckpointError: as `ReadRecord.digest`.
+        CheckpointError: as `FilesRead.digest`.
     """
     texts = [(name, str(part)) for name, part in sorted(parts.items())]
     digest = hashlib.sha256(json.dumps([program_parts(), source_digest(), texts]).encode())
-    digest.update(record.digest(tick))
+    digest.update(reads.digest(tick))
     return digest.digest()

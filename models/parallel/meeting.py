@@ -16,8 +16,10 @@ from paged.errors import InvalidInputError, RankFailedError
 
 
 class Meeting(NamedTuple):
-    """Processes of one model. rank: this process. store: only these processes use it. has_gloo: the caller's group uses
-    gloo, which then also carries GPU tensors.
+    """The processes of one model.
+
+    rank: number of this process. store: a store that only these processes use. has_gloo: whether the caller's group
+    uses gloo; then gloo also carries GPU tensors.
     """
 
     rank: int
@@ -50,8 +52,8 @@ class Meeting(NamedTuple):
 def meet(mesh: Any, timeout: timedelta) -> Meeting:
     """Find the other processes of the mesh, of the default process group, or of torchrun's environment.
 
-    Every process counts the models that it has met others for, and the model's store has this number in its name. The
-    shared store still holds addresses of earlier models, which `torch.distributed.new_group` would find.
+    Every process counts the models that it has met others for. The model's store has this number in its name, because
+    the shared store still holds addresses of earlier models, which `torch.distributed.new_group` would find.
 
     Raises:
         InvalidInputError: the mesh has the wrong type or dimensions, or there is neither a group nor an environment.
@@ -78,7 +80,7 @@ def meet(mesh: Any, timeout: timedelta) -> Meeting:
 
 @cache
 def _environment(*variables_and_timeout: Any) -> tuple[Store, int, int]:
-    """Return the environment's store, rank and size. Cached: another process may still need the store."""
+    """Return the environment's store, rank and size. Cached, as other processes may still need the store."""
     place: tuple[Store, int, int] = next(rendezvous("env://", timeout=variables_and_timeout[-1]))
     return place
 

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 
 from paged.errors import InvalidInputError, RankFailedError
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.kernels.core.errors import as_bool, as_float, as_int, shown
 from paged.models.parallel.meeting import Meeting, meet
 from paged.models.parallel.share import Share
 
-# Interval between two checks of the other ranks' progress.
+# Longest interval between two checks of the other ranks' progress.
 _BEAT_S = 0.05
-# Values that replace a rank's progress.
+# Values of a rank's progress, which otherwise counts ticks, after it has finished or failed.
 _DONE, _FAILED = -1, -2
-# More ranks than any model has heads; gloo connects every pair of ranks.
+# Limit of the number of ranks, above any model's number of heads. A limit is needed because gloo connects every pair.
 _MAX_RANKS = 1024
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 86_400.0
 
@@ -37,7 +37,7 @@ class ParallelConfig:
         tensor_parallel_size: number of processes, 1 to 1024.
         expert_parallel: whether each process holds whole experts, not a part of each.
         mesh: torch DeviceMesh of the processes, with one dimension or one named "tp". None for the default process
-            group, or for the processes of torchrun's environment if there is none.
+            group or, without one, for the processes of torchrun's environment.
         timeout_s: seconds, 0.1 to 86,400, after which a process counts as failed if it does not join or answer, or
             makes no progress in loading.
         check_steps: number of steps between two comparisons of the processes' messages and results.
@@ -60,7 +60,7 @@ class ParallelConfig:
 
 
 class Ranks:
-    """This process among those that share a model; by default the only one, which sends nothing.
+    """The processes that share a model, as this process sees them; by default one process, which sends nothing.
 
     Attributes:
         rank, size: number of this process and of all processes; rank 0 drives.
@@ -84,7 +84,7 @@ class Ranks:
 
     @classmethod
     def join(cls, config: ParallelConfig) -> Ranks:
-        """Meet the other processes, see `meet`. After this they can compare values and `connect`.
+        """Meet the other processes, see `meet`. They can then compare values and `connect`.
 
         Raises:
             InvalidInputError: the number of processes is not tensor_parallel_size, or the processes are unknown.
@@ -117,7 +117,7 @@ class Ranks:
         return self.sum(x).div_(self.size)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return on rank 0 all ranks' rows [n, m] side by side, [n, size * m]; on other ranks x."""
+        """Return on rank 0 all ranks' rows [n, m] side by side, [n, size * m]; on other ranks return x."""
         if self.size == 1:
             return x
         x = x.contiguous()
@@ -163,10 +163,10 @@ class Ranks:
         """Check that all processes have equal parts: name -> value, compared as text.
 
         Raises:
-            InvalidInputError: they differ; the message names the first part that does.
+            InvalidInputError: the parts differ; the message names the first difference.
         """
         names, texts = list(parts), list(map(str, parts.values()))
-        # Names first: ranks with equal names have equally many texts.
+        # Compare names first: ranks with equal names have equally many texts.
         for compared, labels in (([repr(names)], ["names of settings and tensors"]), (texts, names)):
             checksums = [zlib.crc32(text.encode()) for text in compared]
             sums = torch.stack(self.compare(torch.tensor(checksums)))
@@ -179,9 +179,9 @@ class Ranks:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run work that each rank does on its own, such as loading; wait for all at the end. Sends nothing inside.
+        """Run work that each rank does on its own, such as loading; wait for all ranks at the end.
 
-        It may take any time if no rank spends `timeout_s` between two calls of `tick`.
+        The work must not send anything. It may take any time if no rank spends `timeout_s` between two calls of `tick`.
 
         Raises:
             RankFailedError: another rank has failed, ended or stalled; `tick` raises it too.
@@ -272,6 +272,6 @@ class Ranks:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch.distributed raises nothing else
+        except RuntimeError as error:  # the only type that torch.distributed raises
             self.fail(f"another rank has ended, or did not answer in {self.config.timeout_s:g} s ({error})")
             raise RankFailedError(f"rank {self.rank} of {self.size} cannot go on: {self._failure}") from error

@@ -1,4 +1,4 @@
-"""The part of a network on one of several ranks: sizes of its layers, and slices of stored tensors."""
+"""A rank's part of a network: sizes of its layers, and slices of stored tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from paged.errors import UnsupportedError
 from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
 from paged.models.layers.recurrent_config import RecurrentConfig, ShortConvConfig
-from paged.models.loading.weights import Read, Slot, Tensors, WeightSlots
+from paged.models.loading.weights import Destination, Destinations, Read, Tensors
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 # Projections whose results are summed over ranks; only one rank adds their bias.
@@ -24,7 +24,7 @@ _VOCABULARY = ("model.embed_tokens", "lm_head")
 
 
 class Section(NamedTuple):
-    """Consecutive features in one dimension of a tensor; a rank holds those from `start` to `stop`."""
+    """Consecutive features in one dimension of a tensor; a rank holds features `start` to `stop`."""
 
     size: int
     start: int
@@ -46,7 +46,7 @@ class Part(NamedTuple):
     ranges: tuple[tuple[int, int], ...]
     numbers_groups: bool = False
 
-    def read(self, tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
+    def read(self, tensors: Tensors, name: str, destination: Destination) -> torch.Tensor:
         """Read the part from an open file."""
         parts = [tensors.get_part(name, self.dim, *bounds) for bounds in self.ranges]
         tensor = parts[0]
@@ -57,12 +57,12 @@ class Part(NamedTuple):
         return tensor
 
 
-def _zeros(tensors: Tensors, name: str, slot: Slot) -> torch.Tensor:
+def _zeros(tensors: Tensors, name: str, destination: Destination) -> torch.Tensor:
     """Return zeros, for a bias that another rank adds."""
-    return torch.zeros(slot.shape)
+    return torch.zeros(destination.shape)
 
 
-def _own_sizes(tensors: Tensors, name: str, slot: Slot, *, shares: Sequence[Fraction]) -> torch.Tensor:
+def _own_sizes(tensors: Tensors, name: str, destination: Destination, *, shares: Sequence[Fraction]) -> torch.Tensor:
     """Return the sizes of a rank's parts of a projection."""
     sizes: list[int] = []
     for size, share in zip(tensors.get_tensor(name).tolist(), shares, strict=True):
@@ -74,8 +74,8 @@ def _own_sizes(tensors: Tensors, name: str, slot: Slot, *, shares: Sequence[Frac
 class Share:
     """The part of rank `rank` of `size`: equal parts of heads, MLPs and vocabulary.
 
-    Each expert is split too or, with `expert_parallel`, lies on one rank. Norms, routers and other small tensors are on
-    every rank. With more ranks than KV heads, several ranks hold the same head.
+    Each expert is split too or, with `expert_parallel`, lies on one rank. Every rank holds all norms, routers and other
+    small tensors. With more ranks than KV heads, several ranks hold the same head.
     """
 
     rank: int = 0
@@ -83,7 +83,7 @@ class Share:
     expert_parallel: bool = False
 
     def config(self, network: DecoderConfig) -> DecoderConfig:
-        """Return a network's configuration with the sizes of this rank's layers; those of the vocabulary stay.
+        """Return a network's configuration with the sizes of this rank's layers; vocabulary sizes stay.
 
         Raises:
             UnsupportedError: a size is not a multiple of the number of ranks.
@@ -93,7 +93,7 @@ class Share:
         sizes: list[int] = []
         for size, moe in zip(network.intermediate_size, network.moe, strict=True):
             if moe is not None and size % self.size:
-                sizes.append(0)  # most layers with experts have no other MLP; if one does, `parts` refuses this size
+                sizes.append(0)  # a layer with experts rarely has another MLP; `parts` refuses size 0 then
             else:
                 sizes.append(self._divided("intermediate_size", size))
         return replace(
@@ -109,23 +109,25 @@ class Share:
         rows = -(-size // self.size)
         return Section(size, min(self.rank * rows, size), min((self.rank + 1) * rows, size))
 
-    def parts(self, config: DecoderConfig, network_slots: WeightSlots, slots: WeightSlots) -> dict[str, Read]:
+    def parts(
+        self, config: DecoderConfig, network_destinations: Destinations, destinations: Destinations
+    ) -> dict[str, Read]:
         """Return the parts of tensors that this rank reads; tensors without an entry are read whole.
 
-        config, network_slots: of the whole network. slots: of this rank.
+        config, network_destinations: the whole network's. destinations: this rank's.
 
         Raises:
             UnsupportedError: a rank's part of a packed tensor would begin or end within a word or a group.
         """
         parts: dict[str, Read] = {}
-        for name, slot in slots.items():
+        for name, destination in destinations.items():
             if self.rank and _SUMMED_BIAS.search(name) and not (self.expert_parallel and ".experts." in name):
                 parts[name] = _zeros
-            elif name.endswith(".weight_shape"):  # shape of the packed weights beside it
+            elif name.endswith(".weight_shape"):  # describes the packed weights beside it
                 packed = f"{name.removesuffix('shape')}packed"
-                shares = list(map(Fraction, slots[packed].shape, network_slots[packed].shape))
+                shares = list(map(Fraction, destinations[packed].shape, network_destinations[packed].shape))
                 parts[name] = partial(_own_sizes, shares=shares)
-            elif (part := self._part(config, name, network_slots[name], slot)) is not None:
+            elif (part := self._part(config, name, network_destinations[name], destination)) is not None:
                 parts[name] = part.read
         return parts
 
@@ -134,7 +136,7 @@ class Share:
     ) -> dict[str, tuple[int, list[Section]]]:
         """Return the split dimension (0 rows, 1 columns) and this rank's part of each split projection.
 
-        shapes: [out_features, in_features] of this rank.
+        shapes: [out_features, in_features] on this rank, by name.
         """
         parts: dict[str, tuple[int, list[Section]]] = {}
         if self.size == 1:
@@ -155,11 +157,11 @@ class Share:
         match = _LAYER.fullmatch(name)
         assert match is not None
         layer, path = int(match[1]), match[2]
+        recurrent = config.recurrent[layer]
+        if recurrent is not None and path.startswith(f"{config.recurrent_name}."):
+            return [self._even(size) for size in recurrent.parts(path.split(".")[1])]
         if path.startswith("self_attn."):
             return self._heads(config.attention[layer], path.split(".")[1])
-        recurrent = config.recurrent[layer]
-        if recurrent is not None and path.startswith("linear_attn."):
-            return [self._even(size) for size in recurrent.parts(path.split(".")[1])]
         moe = config.moe[layer]
         size, interleaved = config.intermediate_size[layer], False
         if moe is not None and f"{moe.shared_name}." in path:
@@ -187,11 +189,11 @@ class Share:
         return {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
 
     def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
-        """Return the first KV head of this rank, and their number."""
+        """Return the index of this rank's first KV head, and the number of its KV heads."""
         return self.rank * layer.num_kv_heads // self.size, max(1, layer.num_kv_heads // self.size)
 
     def scales(self, layer: AttentionConfig, scales: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's scales of a layer's cache: a single one, or one per KV head."""
+        """Return this rank's scales of a layer's cache: a single scale, or one per KV head."""
         first, count = self._kv_heads(layer)
         held = dict(scales)
         for name, scale in scales.items():
@@ -229,6 +231,8 @@ class Share:
     def _moe(self, moe: MoeConfig | None) -> MoeConfig | None:
         if moe is None:
             return None
+        if moe.latent_eps is not None:
+            raise UnsupportedError(f"tensor_parallel_size {self.size}: a norm of the experts' sum, supported is 1")
         shared_size = self._divided("the shared experts' intermediate size", moe.shared_size)
         if self.expert_parallel:
             held = self._divided("experts", moe.num_experts)
@@ -236,16 +240,18 @@ class Share:
         size = self._divided("the experts' intermediate size", moe.intermediate_size)
         return replace(moe, intermediate_size=size, shared_size=shared_size)
 
-    def _part(self, config: DecoderConfig, name: str, network_slot: Slot, slot: Slot) -> Part | None:
-        """Return this rank's part of a tensor, by the slots of the network and of this rank; None for all of it."""
-        shape = [*slot.shape, *[1] * (len(network_slot.shape) - len(slot.shape))]
-        differing = [dim for dim, size in enumerate(network_slot.shape) if size != shape[dim]]
+    def _part(
+        self, config: DecoderConfig, name: str, network_destination: Destination, destination: Destination
+    ) -> Part | None:
+        """Return this rank's part of a tensor, None for all of it; its destinations in the network and on this rank."""
+        shape = [*destination.shape, *[1] * (len(network_destination.shape) - len(destination.shape))]
+        differing = [dim for dim, size in enumerate(network_destination.shape) if size != shape[dim]]
         if not differing:
             return None
         (dim,) = differing
         sections = self.sections(config, name)
-        # An entry of a packed tensor holds several features.
-        scale = Fraction(network_slot.shape[dim], sum(section.size for section in sections))
+        # Entries of the tensor per feature: less than 1 if it is packed, because an entry then holds several features.
+        scale = Fraction(network_destination.shape[dim], sum(section.size for section in sections))
         ranges: list[tuple[int, int]] = []
         num_entries, is_within_entry = Fraction(0), False
         for features in _placed(sections):
@@ -256,8 +262,8 @@ class Share:
             num_entries += stop - start
         if is_within_entry or num_entries != shape[dim]:
             raise UnsupportedError(
-                f"tensor_parallel_size {self.size}: {name} of shape {list(network_slot.shape)} would be cut within an "
-                f"entry of dimension {dim}"
+                f"tensor_parallel_size {self.size}: {name} of shape {list(network_destination.shape)} would be cut "
+                f"within an entry of dimension {dim}"
             )
         return Part(dim, tuple(ranges), numbers_groups=name.endswith("g_idx"))
 
@@ -284,12 +290,12 @@ def step_bytes(
 
     Args:
         num_sums: all-reduces of hidden states, see `Network.num_sums`.
-        last_sums: how many of them are in the last layer, over the `num_rows` rows with logits.
+        last_sums: all-reduces in the last layer, over the `num_rows` rows with logits.
         size: number of ranks.
         itemsize: bytes of an activation.
     """
     logits = -(-config.vocab_size // size)
-    # Norms over all heads sum one float32 for queries and one for keys.
+    # A norm over all heads needs the sum of two float32 values per token over ranks: one for queries, one for keys.
     norms = sum(2 for layer in config.attention if layer.qk_norm == "width")
     return {
         "sum": (num_tokens * (num_sums - last_sums) + num_rows * last_sums) * config.hidden_size * itemsize
@@ -299,5 +305,5 @@ def step_bytes(
 
 
 def ring_bytes(num_bytes: dict[str, int], size: int) -> float:
-    """Return the bytes that a rank sends for `num_bytes` in a ring: parts but its own twice, gathered data once."""
+    """Return the bytes that a rank sends in a ring for `num_bytes`. A sum travels twice; a rank's own part stays."""
     return num_bytes["sum"] * 2 * (size - 1) / size + num_bytes["gather"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK
+from paged.kernels.quantization.packing import E2M1_GROUPS, FP8_BLOCK
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
 from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.quantization.name_patterns import NamePattern
@@ -22,8 +22,8 @@ Tensors = Mapping[str, torch.Tensor]
 class Stored(NamedTuple):
     """A stored tensor of a projection, without trailing dimensions of 1.
 
-    dtype: float32 for any floating dtype of 16 bits or more. row_dim: dimension of the output features, None if there
-    is none; an entry spans `rows_each` of them.
+    dtype: float32 stands for any floating dtype of 16 bits or more. row_dim: dimension of the output features, None if
+    there is none. rows_each: number of features that an entry of this dimension holds.
     """
 
     shape: tuple[int, ...]
@@ -38,8 +38,8 @@ class Layout(ABC):
 
     Attributes:
         form: format of the codes, as in `QuantizedWeight.format`.
-        group_size: columns that share a scale; 0 for the whole row; for e4m3, 128 means blocks of 128 x 128.
-        scale_dtype: dtype of integer formats' scales on the device.
+        group_size: columns that share a scale; 0 for the whole row. For e4m3, 128 means blocks of 128 x 128.
+        scale_dtype: dtype that scales of integer formats have on the device.
         in_words: dimension, "rows" or "columns", whose size must be a multiple of the codes in a word.
     """
 
@@ -101,7 +101,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        """Return the weights. Called with some rows at a time; for MXFP4 with all, because its largest exponent counts.
+        """Return some rows of the weights; MXFP4 needs all rows in one call, because its largest exponent counts.
 
         Raises:
             InvalidInputError: the tensors contradict each other.
@@ -187,10 +187,10 @@ class Gptq(Layout):
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         weights: dict[str, Any] = dict(tensors)
         if not self.has_zero_points:
-            # The middle code in every position as an int32; version 1 stores it minus 1.
+            # Every position of an int32 holds the middle code. Version 1 stores the code minus 1.
             code = 2 ** (self.num_bits - 1) - (2 - self.version)
             if self.num_bits == 4:
-                code *= 17  # two in a byte
+                code *= 17  # repeat the 4 bits, because a byte holds two codes
             middle = int.from_bytes(bytes([code] * 4), "little", signed=True)
             if (tensors["qzeros"] != middle).any():
                 raise InvalidInputError(f"qzeros: not all {middle}, which the configuration's sym = true requires")
@@ -222,8 +222,8 @@ class Awq(Layout):
 class Fp4(Layout):
     """NVFP4 or MXFP4 as compressed-tensors or ModelOpt store them; the names are name suffixes.
 
-    global_scale: scale of all weights, only in NVFP4. ignored: scale of NVFP4 activations, unused because activations
-    are not quantised here, which is more exact.
+    global_scale: scale of all weights, only in NVFP4. ignored: scale of NVFP4 activations. It is unused, because
+    unrounded activations are more exact.
     """
 
     weight: str = "weight_packed"
@@ -250,13 +250,13 @@ class Fp4(Layout):
 
 # A pattern of projections' names and their format; None for plain weights.
 Rule = tuple[NamePattern, Layout | None]
-# Always plain. A configuration for module classes does not name routers, because they have another class.
+# Routers are always plain. A configuration for module classes does not cover them, because their class differs.
 ROUTER = re.compile(r".*(?:gate|router)\Z")
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Rules for packed projections; the first match counts. Without a match, and for routers, weights are plain.
+    """Rules for packed projections; the first match counts. Without a match, and in routers, weights are plain.
 
     plain: projections that the file stores as floating point, whatever the rules say; None if no file is read.
     """
@@ -267,7 +267,8 @@ class Quantization:
     def layout(self, name: str) -> Layout | None:
         """Return the format of a projection, None for plain weights.
 
-        name: such as `model.layers.0.mlp.down_proj`. Patterns may also match its name in a multimodal model.
+        name: such as `model.layers.0.mlp.down_proj`. Patterns may also match the projection's name in a multimodal
+        model.
         """
         if ROUTER.match(name) or name in (self.plain or ()):
             return None
@@ -281,7 +282,7 @@ class Quantization:
         """Return the layout of projections that run as one product.
 
         Raises:
-            UnsupportedError: their formats differ.
+            UnsupportedError: the formats of the projections differ.
         """
         layouts = {name: self.layout(name) for name in names}
         first = next(iter(layouts))

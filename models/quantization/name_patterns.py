@@ -1,4 +1,4 @@
-"""Regular expressions of a configuration, matched against module names in bounded time."""
+"""Match a configuration's regular expressions against module names in bounded time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from re._compiler import compile as compile_tree  # type: ignore[import-not-foun
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 
-# Longer than any published pattern.
+# Limit of a pattern's characters, above any published pattern.
 _MAX_PATTERN = 1000
 # Limit of a configuration's cost: characters of all patterns, times 64 for each level of nested repetition.
 _MAX_COST, _ROUNDS = 1 << 18, 64
@@ -30,8 +30,8 @@ class NamePattern:
     Repetitions of one character take one addition (Cameron et al., Bitwise data parallelism in regular expression
     matching, 2014); other repetitions take a round per character of the name.
 
-    is_module: the match must end where a part of the name does. Also matches names that contain the expression as
-    parts, or end with it, as plain text.
+    is_module: the match must end where a part of the name ends. The pattern also matches as plain text: names that
+    contain it as parts, or end with it.
     """
 
     expression: str
@@ -47,8 +47,8 @@ class NamePattern:
         """Check the pattern.
 
         Raises:
-            CheckpointError: it is not a regular expression.
-            UnsupportedError: it needs another engine.
+            CheckpointError: the text is not a regular expression.
+            UnsupportedError: the expression needs another engine.
         """
         try:
             if len(self.expression) > _MAX_PATTERN:
@@ -82,7 +82,7 @@ def check_cost(patterns: list[NamePattern], source: str) -> None:
 
 
 def _depth(tree: Any) -> int:
-    """Return the depth of nested repetitions, except those of a single character.
+    """Return the depth of nested repetitions; repetitions of a single character do not count.
 
     Raises:
         NotImplementedError: sets of positions cannot express a node.
@@ -105,14 +105,16 @@ def _depth(tree: Any) -> int:
 
 
 def _ends(tree: Any, name: str, starts: int) -> int:
-    """Return the positions of a name where a match may end, from those where it starts; bit i stands for the position
-    before character i."""
+    """Return the positions of a name where a match may end, given the positions where it may start.
+
+    Bit i stands for the position before character i.
+    """
     for kind, value in tree:
         if not starts:
             break
         if kind in _CHARACTERS or kind == sre.AT:
             if kind == sre.IN:
-                value = tuple(value)  # as a key of the cache
+                value = tuple(value)  # hashable, for the cache
             node = _compiled(kind, value, tree.state.flags)
             starts = (starts & _places(node, name)) << (kind != sre.AT)
         elif kind == sre.SUBPATTERN:
@@ -141,12 +143,12 @@ def _compiled(kind: Any, value: Any, flags: int) -> re.Pattern[str]:
 
 @lru_cache(1 << 14)
 def _places(node: re.Pattern[str], name: str) -> int:
-    """Return the positions where a one-node expression matches, a character or an anchor."""
+    """Return the positions where a one-node expression matches: a character or an anchor."""
     return sum(1 << at for at in range(len(name) + 1) if node.match(name, at))
 
 
 def _is_run(at_least: int, at_most: int, tree: Any) -> bool:
-    """Return whether a repetition is of one character, any number of times."""
+    """Return whether the repetition takes one character any number of times."""
     return len(tree) == 1 and tree[0][0] in _CHARACTERS and at_least <= 1 and at_most == sre.MAXREPEAT
 
 

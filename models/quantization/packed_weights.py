@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.packed.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
-from paged.kernels.quantization.cpu_experts import ExpertProducts
-from paged.kernels.quantization.cpu_product import CpuProduct, cpu_of_experts, is_plain, unpacked
+from paged.kernels.cpu.products import cpu_of_experts
+from paged.kernels.cpu.quantization.experts import ExpertProducts
+from paged.kernels.cpu.quantization.packed_product import CpuProduct, is_plain, unpacked
 from paged.kernels.quantization.gemm import row_counts
+from paged.kernels.quantization.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import QuantizedWeight
-from paged.models.loading.weights import ConvertedSlot, PackedModule, WeightSlots, without_ones
+from paged.models.loading.weights import ConvertedDestination, Destinations, PackedModule, without_ones
 from paged.models.quantization.layouts import Layout
 
-# Codes unpacked at once during loading: 64 MB, because each temporarily takes 15 bytes.
+# Number of codes that loading unpacks at once. The limit bounds memory, because each code temporarily takes 15 bytes.
 _MOST_CODES = 1 << 22
 _VALUES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _SCALES = {"e4m3": torch.float32, "mxfp4": torch.uint8, "nvfp4": torch.float8_e4m3fn}
@@ -29,7 +30,7 @@ class PackedWeights(PackedModule):
     """Codes and scales of several projections, in one tensor each.
 
     runs: rows and their weights, one product each. There is one run if all projections share input order, input scale
-    and tensor scale, and only the last ends within a block of 128 rows.
+    and tensor scale, and only the last projection ends within a block of 128 rows.
     """
 
     runs: tuple[tuple[slice, QuantizedWeight], ...]
@@ -43,7 +44,7 @@ class PackedWeights(PackedModule):
         columns = num_words(in_features) if code == torch.int32 else in_features
         groups = layout.num_groups(in_features)
         is_flat = groups == 1 and not (layout.in_blocks or layout.has_tensor_scale)
-        # Rows of a group are adjacent, because a step reads them together.
+        # A step reads the scales of many rows for one group, so rows are the last dimension.
         scales = (scale_rows,) if is_flat else (groups, scale_rows)
         self.values = _parameter((rows, columns), code)
         self.scale = _parameter(scales, _SCALES.get(layout.form, layout.scale_dtype))
@@ -52,7 +53,7 @@ class PackedWeights(PackedModule):
         self.input_scale = _parameter((len(sizes),), torch.float32) if layout.has_input_scale else None
         self.input_order = _parameter((len(sizes), in_features), torch.int32) if layout.has_order else None
 
-    def bind(self) -> None:
+    def derive_from_weights(self) -> None:
         """Compute the runs; call it when the weights are at their final addresses."""
         runs: list[tuple[slice, QuantizedWeight]] = []
         start, num_parts = 0, len(self.sizes)
@@ -72,7 +73,7 @@ class PackedWeights(PackedModule):
         return out
 
     def for_cpu(self, dtype: torch.dtype) -> CpuProducts | torch.Tensor:
-        """Return the weights as a CPU multiplies them fastest: products, or plain weights in `dtype`."""
+        """Return the form that a CPU multiplies fastest: products, or plain weights in `dtype`."""
         weights = [weight for _, weight in self.runs]
         plain = _plain(weights, dtype)
         if plain is not None:
@@ -80,7 +81,7 @@ class PackedWeights(PackedModule):
         return CpuProducts([CpuProduct(weight, dtype) for weight in weights], self.num_weights())
 
     def experts(self, count: int) -> list[QuantizedWeight]:
-        """Return the weights of each of `count` experts. As in `fused_moe`, each token has a scale of its own."""
+        """Return the weights of each of `count` experts. Each token has its own input scale, as in `fused_moe`."""
         step = len(self.sizes) // count
         weights: list[QuantizedWeight] = []
         for start in range(0, len(self.sizes), step):
@@ -91,7 +92,7 @@ class PackedWeights(PackedModule):
         """Return weights, scales, zero points and tensor scales of `count` experts in `fused_moe`'s layout.
 
         Raises:
-            UnsupportedError: projections of one expert differ in them.
+            UnsupportedError: the projections of an expert have different tensor scales.
         """
         tensor_scale: torch.Tensor | None = self.tensor_scale
         if tensor_scale is not None:
@@ -106,20 +107,20 @@ class PackedWeights(PackedModule):
         return self.values.unflatten(0, (count, -1)), scale, zeros, tensor_scale
 
     def row_counts(self, limit: int, dtype: torch.dtype) -> list[int]:
-        """Return the least number of rows, up to `limit`, for each code path."""
+        """Return, for each code path up to `limit` rows, its least number of rows."""
         counts: set[int] = set()
         for _, weight in self.runs:
             counts.update(row_counts(limit, weight, dtype))
         return sorted(counts)
 
-    def weight_slots(self, names: Sequence[str]) -> WeightSlots:
-        """Return the slots for the tensors of these projections."""
-        slots: WeightSlots = {}
+    def destinations(self, names: Sequence[str]) -> Destinations:
+        """Return the destinations for the tensors of these projections."""
+        destinations: Destinations = {}
         for part, (name, rows) in enumerate(zip(names, self.sizes, strict=True)):
             projection = _Projection(self.layout, rows, self.in_features, self._weight(part, part + 1))
-            for end, slot in projection.slots().items():
-                slots[f"{name}.{end}"] = slot
-        return slots
+            for end, destination in projection.destinations().items():
+                destinations[f"{name}.{end}"] = destination
+        return destinations
 
     def _continues(self, first: int, part: int) -> bool:
         """Return whether a projection belongs to the run that begins with `first`."""
@@ -171,7 +172,7 @@ class CpuProducts(PackedModule):
 
     @property
     def has_invariant_rows(self) -> bool:
-        """Whether no row's bits depend on the rows beside it, in a forward that asks for that."""
+        """Whether a row's bits never depend on other rows, in a forward that asks for this."""
         return all(product.has_invariant_rows for product in self.products)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -191,7 +192,7 @@ class CpuExperts(CpuProducts):
     """Packed weights of one projection of all experts in the order of a CPU's products; called as `multiply`."""
 
     def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
-        """dtype: of activations."""
+        """dtype: dtype of activations."""
         products: list[CpuProduct] = []
         num_weights = 0
         for weight in weights:
@@ -203,7 +204,7 @@ class CpuExperts(CpuProducts):
 
 
 def experts_for_cpu(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> CpuExperts | torch.Tensor:
-    """Return experts as a CPU multiplies them fastest: products, or plain weights [num_experts, rows, columns]."""
+    """Return experts in the form that a CPU multiplies fastest: products, or plain [num_experts, rows, columns]."""
     plain = _plain(weights, dtype)
     if plain is not None:
         return torch.stack(plain)
@@ -211,7 +212,7 @@ def experts_for_cpu(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> C
 
 
 def _plain(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> list[torch.Tensor] | None:
-    """Return the weights unpacked if a CPU multiplies all of them faster so, else None."""
+    """Return the unpacked weights if a CPU multiplies all of them faster than codes, else None."""
     if not all(is_plain(weight, dtype) for weight in weights):
         return None
     return [unpacked(weight, dtype) for weight in weights]
@@ -242,25 +243,25 @@ class _Projection:
         self.stored = layout.stored(rows, columns)
         self.found: dict[str, torch.Tensor] = {}
 
-    def slots(self) -> WeightSlots:
-        slots: WeightSlots = {}
+    def destinations(self) -> Destinations:
+        destinations: Destinations = {}
         for end, tensor in self.stored.items():
             shape = torch.Size(without_ones(tensor.shape))
-            slots[end] = ConvertedSlot(shape, tensor.dtype, partial(self._take, end), is_loose=True)
-        return slots
+            destinations[end] = ConvertedDestination(shape, tensor.dtype, partial(self._take, end), is_loose=True)
+        return destinations
 
     def _take(self, end: str, tensor: torch.Tensor) -> None:
         self.found[end] = tensor.reshape(self.stored[end].shape)
         if len(self.found) == len(self.stored):
             step = max(_MOST_CODES // self.weight.in_features // FP8_BLOCK, 1) * FP8_BLOCK
-            if self.layout.form == "mxfp4":  # scales are relative to the largest one
+            if self.layout.form == "mxfp4":  # all rows at once, because scales are relative to the largest
                 step = self.rows
             for start in range(0, self.rows, step):
                 self._pack(start, min(start + step, self.rows))
             self.found.clear()
 
     def _pack(self, start: int, end: int) -> None:
-        """Fill rows start to end; unpacking runs on their device."""
+        """Fill rows `start` to `end`; their device unpacks them."""
         weight, layout = self.weight, self.layout
         rows_of_tensors: dict[str, torch.Tensor] = {}
         for name in self.found:
@@ -298,7 +299,7 @@ class Mxfp4Experts(PackedModule):
         self.in_features = in_features
         words, groups = (num_experts, out_features, num_words(in_features)), -(-in_features // MXFP4_GROUP)
         self.values = _parameter(words, torch.int32)
-        # Rows of a group are adjacent, because a step reads them together.
+        # A step reads the exponents of many rows for one group, so rows are the last dimension.
         self.exponents = _parameter((num_experts, groups, out_features), torch.uint8)
 
     @property
@@ -306,11 +307,11 @@ class Mxfp4Experts(PackedModule):
         """Scales, [num_experts, out_features, in_features / 32]."""
         return self.exponents.mT
 
-    def weight_slots(self, name: str) -> WeightSlots:
-        """Return the slots for the blocks and scales of this tensor."""
-        # Two codes per byte, the first in the low bits.
+    def destinations(self, name: str) -> Destinations:
+        """Return the destinations for the blocks and scales of this tensor."""
+        # A byte holds two codes, the first in the low bits.
         shape = torch.Size((*self.scale.shape, MXFP4_GROUP // 2))
-        return {f"{name}_blocks": ConvertedSlot(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
+        return {f"{name}_blocks": ConvertedDestination(shape, torch.uint8, self._take), f"{name}_scales": self.scale}
 
     def experts(self) -> list[QuantizedWeight]:
         """Return the weights of each expert."""
@@ -318,6 +319,6 @@ class Mxfp4Experts(PackedModule):
         return [QuantizedWeight(values, scale, self.in_features) for values, scale in pairs]
 
     def _take(self, blocks: torch.Tensor) -> None:
-        # One expert at a time on the device: sorting takes eight times the codes' memory.
+        # Sort one expert at a time on the device, because sorting takes eight times the codes' memory.
         for mine, theirs in zip(self.values, blocks, strict=True):
             mine.copy_(pack_codes(unpack_pairs(theirs.to(mine.device).flatten(1))))

@@ -11,22 +11,22 @@ from typing import Any
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.common.packed.packing import E2M1_GROUPS, FP8_BLOCK, NVFP4_GROUP
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
+from paged.kernels.quantization.packing import E2M1_GROUPS, FP8_BLOCK, NVFP4_GROUP
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import FLOATING, Slot, StoredTensors, read_tensor
+from paged.models.loading.weights import FLOATING, Destination, StoredTensors, read_tensor
 from paged.models.quantization.layouts import Awq, EightBit, Fp4, Gptq, Layout, PackQuantized, Quantization, Rule
 from paged.models.quantization.name_patterns import NamePattern, check_cost
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _SCALES = (".scales", ".weight_scale")
 _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
-# Smallest group of integer codes, in columns; all group sizes are multiples.
+# Smallest group of integer codes, in columns; every group size must be a multiple.
 _GROUP_UNIT = 32
 _ALL = NamePattern("")
 _PLAIN_HEAD: Rule = NamePattern(r"lm_head\Z"), None
-# Names in vLLM and ModelOpt, then in transformers.
+# Scale -> its tensor names: first in vLLM and ModelOpt, then in transformers.
 _SCALE_NAMES = {
     "scale_name": ("weight_scale", "weight_scale_inv"),
     "input_scale_name": ("input_scale", "activation_scale"),
@@ -70,8 +70,8 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
     """Adapt the quantisation to the stored tensors.
 
-    Group scales get the file's dtype if it has only one, else float32. e4m3 scales get the names in the file. Weights
-    stored as floating point are plain.
+    Group scales get the file's dtype if all scales have the same, else float32. e4m3 scales get the names in the file.
+    Weights stored as floating point are plain.
     """
     if quantization is None:
         return None
@@ -108,15 +108,15 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
     return Quantization(tuple(rules), frozenset(plain))
 
 
-def without_zero_biases(stored: StoredTensors, slots: Mapping[str, Slot]) -> StoredTensors:
+def without_zero_biases(stored: StoredTensors, destinations: Mapping[str, Destination]) -> StoredTensors:
     """Return the stored tensors without the zero biases that GPTQ files hold for projections without a bias.
 
     Raises:
         CheckpointError: a file became unreadable.
     """
     kept = dict(stored)
-    for name in stored.keys() - slots.keys():
-        is_beside_codes = name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in slots
+    for name in stored.keys() - destinations.keys():
+        is_beside_codes = name.endswith(".bias") and f"{name.removesuffix('bias')}qweight" in destinations
         if is_beside_codes and not read_tensor(stored, name).any():
             del kept[name]
     return kept
@@ -145,7 +145,7 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
         has_order=hf.flag("desc_act"),
         version=_GPTQ_VERSIONS.get(form, 1),
     )
-    # GPTQModel: patterns after "-:" name plain modules; others change options of some modules.
+    # In GPTQModel, patterns after "-:" name plain modules; other patterns change options of some modules.
     rules: list[Rule] = []
     changed = hf.section("dynamic") or HfConfig({}, hf.source)
     for name in changed.values:
@@ -177,7 +177,7 @@ def _read_fp8(hf: HfConfig) -> list[Rule]:
 
 
 def _read_modelopt(hf: HfConfig) -> list[Rule]:
-    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale per projection. No rules for an 8-bit KV cache only."""
+    """Read ModelOpt (NVIDIA): NVFP4, or e4m3 with one scale per projection. An 8-bit KV cache alone has no rules."""
     layout: Layout
     method, hf = hf.value("quant_method"), hf.section("quantization") or hf
     hf.choice("kv_cache_quant_algo", "FP8", "none")
@@ -190,7 +190,7 @@ def _read_modelopt(hf: HfConfig) -> list[Rule]:
         hf.choice("group_size", NVFP4_GROUP)
         names: dict[str, Any] = {"weight": "weight", "global_scale": "weight_scale_2", "ignored": "input_scale"}
         layout = Fp4(form="nvfp4", group_size=NVFP4_GROUP, **names)
-    # A name means the module and all below it; an asterisk matches any characters.
+    # A name means the module and all modules below it; an asterisk matches any characters.
     rules: list[Rule] = []
     for key in ("ignore", "exclude_modules"):
         for name in hf.items(key, str):
@@ -224,7 +224,8 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
     if not layouts:
         return []
 
-    # "Linear" means all projections. Without it another class does, and the file's tensors show which are packed.
+    # The class "Linear" means all projections. If another class is named instead, it means all projections too, and
+    # the file shows which of them are packed.
     classes = [name for name in layouts if name.isidentifier() and name[0].isupper()]
     if "Linear" in classes:
         classes = ["Linear"]
@@ -246,7 +247,7 @@ def _read_compressed_tensors(hf: HfConfig) -> list[Rule]:
 
 
 def _precedence(target: str) -> int:
-    """Return the place of a target of compressed-tensors: names, then patterns, then classes."""
+    """Return the rank of a target of compressed-tensors: names first, then patterns, then classes."""
     if target.startswith("re:"):
         return 1
     if "." in target:
@@ -284,7 +285,7 @@ def _packed_integers(group: HfConfig, weights: HfConfig) -> Layout:
 
 
 def _packed_floats(inputs: HfConfig | None, weights: HfConfig, form: str) -> Layout:
-    """form: "nvfp4" or "mxfp4"."""
+    """Return the format of 4-bit floats. form: "nvfp4" or "mxfp4"."""
     ignored = None
     if inputs is not None:
         inputs.choice("num_bits", 4)
@@ -298,7 +299,7 @@ def _packed_floats(inputs: HfConfig | None, weights: HfConfig, form: str) -> Lay
 
 
 def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout:
-    """kind: "float" or "int"."""
+    """Return the format of 8-bit codes. kind: "float" or "int"."""
     weights.choice("symmetric", True)
     form, strategies = "int8", ["tensor", "channel"]
     if kind == "float":
@@ -327,7 +328,7 @@ def _eight_bits(inputs: HfConfig | None, weights: HfConfig, kind: str) -> Layout
 
 
 def _reads_static_scale(inputs: HfConfig, kind: str, *, is_in_blocks: bool) -> bool:
-    """Check how activations are rounded; return whether by a scale of the checkpoint, else each token by its own."""
+    """Check how activations are rounded; return whether their scale is stored. Otherwise each token has one."""
     inputs.choice("num_bits", 8)
     inputs.choice("type", kind)
     inputs.choice("symmetric", True)
@@ -348,7 +349,7 @@ def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False
     """Check and return a regular expression of a configuration.
 
     Raises:
-        CheckpointError: it is malformed or too long.
+        CheckpointError: the expression is malformed or too long.
         UnsupportedError: matching it may take long.
     """
     pattern = NamePattern(expression, is_module)
@@ -357,7 +358,7 @@ def _pattern(expression: str, hf: HfConfig, key: str, *, is_module: bool = False
 
 
 def _unconverted(hf: HfConfig, key: str) -> list[Rule]:
-    """Return rules for plain modules, by names that transformers reads."""
+    """Return rules for the plain modules that a configuration names in transformers' way."""
     rules: list[Rule] = []
     for name in hf.items(key, str):
         if name:
@@ -369,8 +370,8 @@ def _group_size(hf: HfConfig) -> int:
     """Return the number of columns that share a scale, 0 for all.
 
     Raises:
-        UnsupportedError: it is not a multiple of 32.
-        CheckpointError: it is missing or malformed.
+        UnsupportedError: the number is not a multiple of 32.
+        CheckpointError: the number is missing or malformed.
     """
     size = hf.integer("group_size", minimum=-1)
     if size == 0:
@@ -380,7 +381,7 @@ def _group_size(hf: HfConfig) -> int:
     return max(size, 0)
 
 
-# These raise UnsupportedError for an unknown option, CheckpointError for a malformed value.
+# Readers raise UnsupportedError for an unknown option, and CheckpointError for a malformed value.
 _READERS: dict[str, Callable[[HfConfig], list[Rule]]] = {
     "awq": _read_awq,
     "compressed-tensors": _read_compressed_tensors,

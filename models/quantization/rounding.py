@@ -1,18 +1,18 @@
-"""Round plain weights to the nearest codes, and hold them as a CPU multiplies them."""
+"""Round plain weights to the nearest codes, and hold the codes in the order of a CPU's products."""
 
 from __future__ import annotations
 
 import torch
 
-from paged.kernels.common.packed.packing import pack_codes
-from paged.kernels.quantization.cpu_product import CpuProduct
+from paged.kernels.cpu.quantization.packed_product import CpuProduct
+from paged.kernels.quantization.packing import pack_codes
 from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.quantization.packed_weights import CpuExperts, CpuProducts
 
-# Columns that share a scale in int4: the first that divides a row.
+# Numbers of columns that share a scale in int4. The first that divides a row's columns is taken.
 GROUPS = (128, 64, 32)
-# Parts of a group's largest weight that its largest int4 code stands for; the one with the smallest sum of squared
-# errors is taken. That lowers the error of normal weights in groups of 128 by 15 to 20 %.
+# The largest int4 code stands for one of these fractions of a group's largest weight. Each group takes the fraction
+# with the smallest sum of squared errors, which lowers the error of normal weights by 15 % or more.
 _SPANS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 _LARGEST = {"int4": 7.0, "int8": 127.0, "fp8": 448.0}
 
@@ -20,8 +20,8 @@ _LARGEST = {"int4": 7.0, "int8": 127.0, "fp8": 448.0}
 def nearest_codes(weight: torch.Tensor, form: str, group_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest codes to weights [rows, columns], in float32, and their scales [rows, groups].
 
-    Scales have the dtype of the weights, and codes are chosen for the rounded ones. form: "int4", with a scale for
-    `group_size` columns, "int8" or "fp8", with one for a row.
+    Scales have the dtype of the weights and are rounded before codes are chosen. form: "int4", with a scale for
+    `group_size` columns; "int8" or "fp8", with a scale for a row.
     """
     low = -_LARGEST[form]
     spans: tuple[float, ...] = (1.0,)
@@ -51,10 +51,9 @@ def nearest_codes(weight: torch.Tensor, form: str, group_size: int) -> tuple[tor
 
 
 def as_products(weight: torch.Tensor, form: str) -> CpuProducts | None:
-    """Round weights [rows, columns] to the nearest codes.
+    """Round weights [rows, columns] to the nearest codes; return None if groups do not divide a row.
 
-    int8 has a scale for each row and rounds activations for each token; int4 has one for 128, 64 or 32 columns. None
-    where a row is no whole number of groups.
+    int8 has a scale for each row, and rounds the activations of each token. int4 has a scale for 128, 64 or 32 columns.
     """
     group = _group_size(weight, form)
     if group is None:
@@ -71,7 +70,7 @@ def as_experts(weight: torch.Tensor, form: str) -> CpuExperts | None:
 
 
 def _group_size(weight: torch.Tensor, form: str) -> int | None:
-    """Return the number of columns that share a scale, or None if it divides no row."""
+    """Return the number of columns that share a scale, or None if no group size divides a row."""
     columns = weight.shape[-1]
     if form != "int4":
         return columns

@@ -1,4 +1,4 @@
-"""Notifications of a KV cache: memory pressure, and blocks that are published or withdrawn."""
+"""Notifications of a KV cache: memory pressure, blocks published and withdrawn."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from enum import Enum
 
 from paged.cache.tiers.host_events import HostEvent
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 
 _LOG = logging.getLogger("paged")
 
 
 class MemoryPressure(Enum):
-    """Memory pressure, by the fraction of the pool that can be handed out, evictable cached blocks included.
+    """Memory pressure: how much of the pool can still be handed out, evictable cached blocks included.
 
     Attributes:
-        LOW: at least `low_watermark`.
-        HIGH: below `low_watermark`.
-        CRITICAL: below `high_watermark`.
+        LOW: at least the fraction `low_watermark` of all blocks.
+        HIGH: less than `low_watermark`.
+        CRITICAL: less than `high_watermark`.
     """
 
     LOW = "low"
@@ -62,12 +62,12 @@ CacheEvent = BlocksStored | BlockRemoved | CacheCleared | HostEvent
 
 
 class Listeners:
-    """Callbacks for events and pressure, and the notifications that they have not got yet.
+    """Callbacks for events and pressure, and the queue of undelivered notifications.
 
-    All callbacks get all notifications in order. Calls that end during a delivery append to it. Except for `deliver`,
-    the caller holds the cache's lock.
+    Every callback gets every notification, in order. A call that ends during a delivery appends to that delivery.
+    The caller holds the cache's lock, except for `deliver`.
 
-    events: of the call in progress, for `queue`; removed if the call fails.
+    events: events of the call in progress, which `queue` takes over; removed if the call fails.
     """
 
     def __init__(self, measure_pressure: Callable[[], MemoryPressure]) -> None:
@@ -88,14 +88,14 @@ class Listeners:
         self.on_pressure.append(callback)
 
     def add_event_callback(self, callback: Callable[[CacheEvent], None], *, with_host: bool) -> None:
-        """Register a callback for every event, for those of host memory only if `with_host`."""
+        """Register a callback for every event; `with_host` adds the events of host memory."""
         _check_callable(callback)
         self.on_event.append(callback)
         if with_host:
             self.on_host_event.append(callback)
 
     def queue(self) -> None:
-        """Queue the notifications of a call that is final."""
+        """Queue the notifications of a call that can no longer fail."""
         if self.events:
             for event in self.events:
                 callbacks = self.on_event
@@ -114,7 +114,7 @@ class Listeners:
     def deliver(self, lock: AbstractContextManager[object]) -> None:
         """Call the callbacks without the lock, unless another delivery is running.
 
-        Errors in callbacks are logged. KeyboardInterrupt and the like are raised after the delivery.
+        Errors of callbacks are logged. KeyboardInterrupt and other BaseExceptions are raised after the delivery.
         """
         if not self._notifications:
             return
@@ -148,7 +148,7 @@ class Listeners:
             return None
 
     def renew(self) -> None:
-        """Let a forked process deliver: the thread that did so does not exist there."""
+        """Allow deliveries in a forked process, where a thread that was delivering does not exist."""
         self._is_delivering = False
 
 

@@ -1,37 +1,40 @@
-"""What the layers keep: groups of layers with the same shape and window that share blocks of one size, and the shape of
-the states of recurrent layers.
-"""
+"""Cache groups (layers with the same K/V shape and window, which share a block size) and recurrent state shapes."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
+
+import torch
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import as_bool, as_int, shown
+from paged.kernels.core.errors import as_bool, as_int, shown
 
-if TYPE_CHECKING:
-    import torch
-
-# A step's metadata and the look-up of a prefix grow with the number of tables; Gemma 3 27B has 7.
+# Limit of block tables, because metadata and prefix look-ups take time in proportion to them. Gemma 3 27B has 7 tables.
 _MAX_TABLES = 16
-# Positions behind a sliding window that are kept, so that rejected speculation can be rolled back.
+# Positions kept behind a sliding window, so that rejected drafts can be rolled back.
 ROLLBACK_SLACK = 64
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers of one shape and window; in `PagedKvCacheConfig.tables`, the layers of one block table.
+    """Layers of one K/V shape and window. In `PagedKvCacheConfig.tables`, the layers of one block table.
+
+    The rest of the cache asks `most_seen` and `first_seen_block` which tokens a token sees. A subclass may answer for
+    another rule than a sliding window; its `sliding_window` is None.
 
     Attributes:
-        layers: indices of the model's layers. A layer that reads another layer's K/V is in no group.
-        num_kv_heads, head_dim: None takes the cache's.
-        v_head_dim: head size of the values; None takes head_dim.
-        sliding_window: number of tokens that a token sees, itself included; None for all.
-        latent: whether a value is the first v_head_dim elements of its key (latent attention), stored once.
+        layers: layer indices in the model. A layer that reads another layer's K/V is in no group.
+        num_kv_heads, head_dim: None for the cache's own.
+        v_head_dim: head size of the values; None for head_dim.
+        sliding_window: number of tokens that a token sees, itself included; None for all tokens.
+        latent: whether a value is the first v_head_dim elements of its key (latent attention) and is stored once.
+        kind: class of the layers' `Kind`; None for the kind that follows from `sliding_window`. A subclass sets it.
+        has_own_memory: whether the kind is a `SlotKind`, with memory by `make_memory`. A subclass sets it.
 
     Raises:
         InvalidInputError: layers are empty, repeated or not indices, a size is not a positive integer, or latent is no
@@ -44,6 +47,8 @@ class CacheGroup:
     v_head_dim: int | None = None
     sliding_window: int | None = None
     latent: bool = False
+    kind: ClassVar[Any] = None
+    has_own_memory: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         try:
@@ -71,9 +76,16 @@ class CacheGroup:
             raise InvalidInputError(f"v_head_dim: {v_head_dim}, expected at most head_dim {head_dim} of latents")
         return replace(self, num_kv_heads=self.num_kv_heads or num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
 
+    def make_memory(self, config: Any, dtype: torch.dtype, device: torch.device, num_tier_bytes: int) -> Any:
+        """Return the memory of a group with `has_own_memory`, a `SlotMemory`.
+
+        config: the cache's `PagedKvCacheConfig`. num_tier_bytes: host memory for a tier.
+        """
+        raise NotImplementedError
+
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of a token's key and, unless it is in the key, of its value in one layer; every size must be set."""
+        """Elements per token and layer: the key, then the value unless it lies in the key. Every size must be set."""
         assert self.num_kv_heads is not None
         assert self.head_dim is not None
         assert self.v_head_dim is not None
@@ -83,41 +95,49 @@ class CacheGroup:
         return key, value
 
     def num_slots(self, width: int, num_layers: int) -> int:
-        """Return the slots of `width` elements for keys and values of `num_layers`; small layers share a slot."""
+        """Return how many planes of `width` elements hold K and V of `num_layers`; small layers share a plane."""
         return sum(-(-num_layers // (width // size)) for size in self.sizes)
 
+    @property
+    def most_seen(self) -> int | None:
+        """Limit for the tokens that a token sees, itself included; None if it sees all of them."""
+        return self.sliding_window
+
     def first_seen_block(self, num_tokens: int, block_size: int) -> int:
-        """Return the index of the first block that the token after `num_tokens` can see."""
-        return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // block_size
+        """Return the index of the first block that is visible to the token after `num_tokens`."""
+        if self.sliding_window is None:
+            return 0
+        return max(0, num_tokens - self.sliding_window + 1) // block_size
 
     @property
     def reach(self) -> int:
-        """Number of tokens that a group with a window keeps behind a sequence's end, to allow rollbacks."""
-        return ROLLBACK_SLACK + (self.sliding_window or 0) - 1
+        """Number of tokens before a sequence's end that a group with a window keeps, to allow rollbacks."""
+        return ROLLBACK_SLACK + (self.most_seen or 0) - 1
 
     def blocks_kept(self, num_tokens: int, block_size: int, *, num_new: int = 0) -> int:
-        """Return the blocks that `num_tokens` hold after those behind the window are freed, and `num_new` more take."""
+        """Return the blocks that `num_tokens` hold within the window, plus the blocks of `num_new` further tokens."""
         return -(-(num_tokens + num_new) // block_size) - self.blocks_gone(num_tokens, block_size)
 
     def blocks_gone(self, num_tokens: int, block_size: int) -> int:
-        """Return how many blocks `num_tokens` have freed behind the window."""
-        return 0 if self.sliding_window is None else max(0, num_tokens - self.reach) // block_size
+        """Return how many blocks a sequence of `num_tokens` has freed behind the window."""
+        return self.first_seen_block(max(0, num_tokens - ROLLBACK_SLACK), block_size)
 
     def most_blocks_kept(self, num_tokens: int, block_size: int) -> int:
-        """Return the most blocks that a sequence holds until it has `num_tokens`, if they are written one by one."""
+        """Return the peak number of blocks of a sequence that grows to `num_tokens` one token at a time."""
         num_blocks = -(-num_tokens // block_size)
-        if self.sliding_window is None:
+        if self.most_seen is None:
             return num_blocks
-        # While the first token of a block is written, the table holds that block and those that `reach` tokens touch.
+        # The peak is at the first token of a block: the table holds that block and the blocks that `reach` tokens
+        # touch.
         return min(num_blocks, 1 + -(-self.reach // block_size))
 
 
 def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
-    """Split groups into the layers of each block table, so that blocks of all tables hold about the same amount.
+    """Split groups into the layers of each block table, so that blocks of all tables have about the same size.
 
-    Groups of one kind are joined, then cut into equal parts. The size of a block is chosen to waste the least memory.
-    With windows, a block holds all layers of one kind: long sequences fill tables without a window, which must not be
-    the ones with waste. Tables without a window come first, then those with the largest windows.
+    Groups of one kind (same shape and window) are joined, then cut into equal parts. The block size chosen wastes the
+    least memory. If some layers have a window, a block holds all layers of one kind, because long sequences fill the
+    tables without a window and padding there costs most. Tables are sorted: no window first, then by falling window.
     """
     kinds: dict[CacheGroup, list[int]] = {}
     for group in groups:
@@ -125,61 +145,67 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
     width = max(max(kind.sizes) for kind in kinds)
 
-    def counts(num_slots: int) -> list[int]:
-        """Return the tables of each kind if a block has this many slots."""
+    def counts(num_planes: int) -> list[int]:
+        """Return the number of tables of each kind if a block has this many planes."""
         num_tables: list[int] = []
         for kind, layers in kinds.items():
-            num_fitting = bisect_right(range(1, len(layers) + 1), num_slots, key=partial(kind.num_slots, width))
+            num_fitting = bisect_right(range(1, len(layers) + 1), num_planes, key=partial(kind.num_slots, width))
             num_tables.append(-(-len(layers) // num_fitting))
         return num_tables
 
     least = max(kind.num_slots(width, 1) for kind in kinds)
     of_kinds = {kind.num_slots(width, len(layers)) for kind, layers in kinds.items()}
-    sizes = sorted({max(least, num_slots) for num_slots in of_kinds}, reverse=True)
-    if len(kinds) > 1 and all(kind.sliding_window is None for kind in kinds):
-        sizes = list(range(sizes[0], least - 1, -1))  # GLM-5.2, with 78 and 21 layers: 84 slots a token, not 156
-    few = [num_slots for num_slots in sizes if sum(counts(num_slots)) <= _MAX_TABLES]
-    num_slots = min(few or sizes[:1], key=lambda num_slots: num_slots * sum(counts(num_slots)))
+    sizes = sorted({max(least, num_planes) for num_planes in of_kinds}, reverse=True)
+    if len(kinds) > 1 and all(kind.most_seen is None for kind in kinds):
+        # Try every number of planes. The best one halves the cache of GLM-5.2, see limits.md.
+        sizes = list(range(sizes[0], least - 1, -1))
+    few = [num_planes for num_planes in sizes if sum(counts(num_planes)) <= _MAX_TABLES]
+    num_planes = min(few or sizes[:1], key=lambda num_planes: num_planes * sum(counts(num_planes)))
     tables: list[CacheGroup] = []
-    for (kind, layers), count in zip(kinds.items(), counts(num_slots), strict=True):
+    for (kind, layers), count in zip(kinds.items(), counts(num_planes), strict=True):
         layers.sort()
         length = -(-len(layers) // count)
         for start in range(0, len(layers), length):
             tables.append(replace(kind, layers=tuple(layers[start : start + length])))
-    return tuple(sorted(tables, key=lambda table: (table.sliding_window is not None, -(table.sliding_window or 0))))
+    return tuple(sorted(tables, key=lambda table: (table.most_seen is not None, -(table.most_seen or 0))))
 
 
-# Tokens of a ring by default. A ring of 16 is written back every 16 decode steps; see ReplaySSM (Dao AI Lab, 2026).
+# Default ring size in tokens: the state is written back once every 16 decode steps, see ReplaySSM (Dao AI Lab, 2026).
 DEFAULT_RING = 16
-# Tokens that a decoding sequence may run in a step by default: the newest one and 7 drafts.
+# Default tokens of a decoding sequence in one step: the newest one and 7 drafts.
 DEFAULT_APPEND = 8
 _MOST = (1 << 31) - 2
 
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """States of all recurrent layers; all have the same shape.
+    """Shape of the states of all recurrent layers, which is the same in each layer.
 
-    A slot holds them for one sequence: the state S of every layer at a base position, the rows before it that the
-    convolution needs, and a ring of the tokens since, from which the state at any of them follows.
+    A slot holds one sequence's states. For every layer it has the state S at a base position, the rows before the base
+    position that the convolution needs, and a ring of later tokens. The state at a ring token is computed from these.
 
     Attributes:
-        layers: indices of the model's recurrent layers.
-        conv_channels, conv_width: channels of the causal convolution, and the tokens it reads, its own included.
+        layers: layer indices of the model's recurrent layers.
+        conv_channels, conv_width: channels of the causal convolution, and how many tokens it reads, the current one
+            included.
         num_heads, head_dim, num_key_heads, key_dim: S is [num_heads, head_dim, key_dim] (values by keys); heads of one
-            group share a key. All 0 for layers that are a convolution only.
-        num_slots: slots that can be handed out; storage holds one more, slot 0. A running sequence takes up to two.
-        num_swap_slots: slots of host memory for `swap_out`.
-        ring: tokens of a ring.
-        max_append: a sequence with at most this many tokens in a step appends them to its ring, so that they can be
-            taken back; one with more is scanned.
-        snapshot_interval: also keep the state of prompts every so many tokens for the prefix cache, a multiple of the
-            block size; None for the ends of prompts and the positions where prompts part only.
-        conv_dtype: of the convolution's rows; None for the cache's dtype, or float32 if that is an 8-bit one. S and the
-            rings are float32.
+            group share a key. All are 0 for layers with a convolution only.
+        num_slots: slots that can be handed out. Storage has one more, slot 0. A running sequence takes up to two.
+        num_swap_slots: slots in host memory for `swap_out`.
+        ring: size of a ring in tokens.
+        max_append: if a step has at most this many tokens of a sequence, they are appended to its ring and can be
+            rolled back. If it has more, they are scanned.
+        snapshot_interval: number of tokens between snapshots of a prompt's state for the prefix cache, a multiple of
+            the block size. None keeps snapshots only at ends of prompts and at positions where prompts diverge.
+        conv_dtype: dtype of the convolution's rows. None for the cache's dtype, or float32 if the cache has 8 bits.
+            The rings are float32.
+        decays_channels: whether each channel of a key has its own decay; otherwise a head has one.
+        rank: products u k^T that a token adds to S: 2 for layers with erase vectors, otherwise 1.
+        state_dtype: dtype of S: float32, or bfloat16 for half the memory.
 
     Raises:
-        InvalidInputError: a size is out of range, the layers are not distinct indices, or max_append exceeds the ring.
+        InvalidInputError: a size is out of range, the layers are not distinct indices, max_append exceeds the ring, or
+            state_dtype is another dtype.
     """
 
     layers: tuple[int, ...]
@@ -195,6 +221,9 @@ class RecurrentSpec:
     max_append: int = DEFAULT_APPEND
     snapshot_interval: int | None = None
     conv_dtype: torch.dtype | None = None
+    decays_channels: bool = False
+    rank: int = 1
+    state_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         layers = tuple(as_int("recurrent layers", layer) for layer in self.layers)
@@ -214,25 +243,49 @@ class RecurrentSpec:
             self._set("snapshot_interval", as_int("snapshot_interval", self.snapshot_interval, low=1))
         if self.max_append > self.ring:
             raise InvalidInputError(f"max_append: {self.max_append}, expected at most the ring's {self.ring} tokens")
+        self._set("decays_channels", as_bool("decays_channels", self.decays_channels))
+        self._set("rank", as_int("rank", self.rank, low=1, high=2))
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise InvalidInputError(f"state_dtype: {shown(self.state_dtype)}, expected float32 or bfloat16")
         if self.num_heads and self.num_heads % self.num_key_heads:
             raise InvalidInputError(f"num_heads: {self.num_heads}, expected a multiple of {self.num_key_heads}")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def state_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a slot's S and rings in one layer by name; none for layers with a convolution only."""
+        if not self.num_heads:
+            return {}
+        heads = self.num_heads, self.head_dim
+        keys = self.num_key_heads, self.key_dim
+        decays: tuple[int, ...] = (self.num_heads,)
+        if self.decays_channels:
+            decays = self.num_heads, self.key_dim
+        return {
+            "state": (*heads, self.key_dim),
+            "ring_k": (self.rank * self.ring, *keys),
+            "ring_u": (self.rank * self.ring, *heads),
+            "ring_g": (self.ring, *decays),
+        }
+
     @property
     def state_bytes(self) -> int:
         """Bytes of S of one sequence, over all layers."""
-        return 4 * len(self.layers) * self.num_heads * self.head_dim * self.key_dim
+        num_values = self.num_heads * self.head_dim * self.key_dim
+        return len(self.layers) * num_values * self.state_dtype.itemsize
 
     def conv_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one sequence's convolution rows of `dtype`, without those of the ring."""
+        """Return the bytes of one sequence's convolution rows of `dtype`, without the rows in the ring."""
         return len(self.layers) * (self.conv_width - 1) * self.conv_channels * dtype.itemsize
 
     def ring_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's ring, with convolution rows of `dtype`."""
-        floats = self.num_key_heads * self.key_dim + self.num_heads * self.head_dim + self.num_heads
-        return len(self.layers) * self.ring * (4 * floats + self.conv_channels * dtype.itemsize)
+        num_bytes = self.ring * self.conv_channels * dtype.itemsize
+        for name, shape in self.state_shapes().items():
+            if name != "state":
+                num_bytes += 4 * math.prod(shape)
+        return len(self.layers) * num_bytes
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a slot with convolution rows of `dtype`."""

@@ -1,8 +1,8 @@
-"""The guard of a cache's calls: one lock, interrupts that wait, undo after an error, and notifications at the end."""
+"""Guard around each cache call: lock, deferred interrupts, rollback after an error, notifications at the end."""
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # signal.signal takes 5 us (it looks up enums); this takes 0.5 us
+import _signal  # type: ignore[import-not-found]  # signal.signal looks up enums, which takes ten times as long
 import os
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -16,10 +16,11 @@ from paged.cache.events import Listeners, MemoryPressure
 
 
 class Rollback(list[Sequence[Any]]):
-    """State before a call that cannot be derived: sequences, publications, and the order of free blocks.
+    """Undo log of a call, for state that cannot be derived: sequences, publications, the order of free blocks.
 
-    `recount` derives the rest, such as reference counts. Before code changes a value, it appends a function and the
-    arguments that restore it. Without entries nothing is restored, so an essential entry comes first.
+    Before a value changes, append a function and the arguments that restore it. `recount` then derives all other
+    state, such as reference counts. A rollback with an empty log does nothing, so append an entry before the first
+    change.
     """
 
     def __init__(self) -> None:
@@ -31,19 +32,19 @@ class Rollback(list[Sequence[Any]]):
         self.append((_set_fields, owner, names, attrgetter(*names)(owner)))
 
     def keep_end(self, items: list[Any], start: int) -> None:
-        """Save the items of a list from `start` on, and its length."""
+        """Save the length of a list and its items from `start` on."""
         self.append((list.__setitem__, items, slice(start, None), items[start:]))
 
     def keep_absence(self, mapping: dict[Any, Any], keys: Iterable[Any]) -> None:
-        """Save that a dictionary has none of `keys`."""
+        """Save that `keys` are absent from a dictionary."""
         self.append((_remove, mapping, keys))
 
     def keep_lost(self, function: Callable[[Any], None], argument: Any) -> None:
-        """Call `function` after a rollback, even of an outer call, for a change that cannot be undone."""
+        """Call `function` after a rollback, even of an outer call, to account for a change that cannot be undone."""
         self.append((None, function, argument))
 
     def put_back(self, start: int = 0) -> None:
-        """Undo all entries after the first `start`."""
+        """Undo all entries but the first `start`, newest first."""
         if len(self) == start:
             return
         lost = []
@@ -75,59 +76,61 @@ _EVENTS = """prefix_hits prefix_misses prefix_hit_tokens evictions cow_copies sw
 
 
 class EventCounts:
-    """What has happened since the start, by names of `CacheStats`; a call that fails counts nothing."""
+    """Event counters, named as in `CacheStats`; a call that fails counts nothing."""
 
     def __init__(self, rollback: Rollback) -> None:
         self.by_name = dict.fromkeys(_EVENTS, 0)
         self._rollback = rollback
 
     def add(self, name: str, number: int) -> None:
-        """Count more of one kind."""
+        """Add to one counter."""
         before = self.by_name[name]
         self._rollback.append((self.by_name.__setitem__, name, before))
         self.by_name[name] = before + number
 
 
 class HeldInterrupts:
-    """Makes the handler of SIGINT wait while the main thread is in a call; calls nest.
+    """Defers the SIGINT handler while the main thread is in a call; calls nest.
 
-    Between `hold` and the last `release` another handler only notes the signal. Elsewhere nothing has changed:
-    `signal.getsignal` returns the program's handler, and asyncio finds its own. A program without a Python handler is
-    left alone. The price is 1 us per call.
+    Between `hold` and the last `release`, a substitute handler only notes the signal. Outside calls the program's own
+    handler is in place, for `signal.getsignal` and asyncio. Without a Python handler nothing is replaced. The cost is
+    1 us a call.
     """
 
     def __init__(self) -> None:
         self._main_thread = main_thread().ident
         self._depth = 0
-        self._note = self._note_interrupt  # a bound method is a new object each time it is looked up
+        self._note = self._note_interrupt  # one object for `is`, because each look-up makes a new bound method
         self._handler: Any = None
         self._interrupt: tuple[int, FrameType | None] | None = None
 
     def hold(self) -> bool:
-        """Begin; return whether this is the main thread, which then has to call `release`."""
+        """Begin to defer; return whether this is the main thread, which then has to call `release`."""
         if get_ident() != self._main_thread:
             return False
         if self._depth == 0:
             handler = _signal.getsignal(SIGINT)
-            if callable(handler) and handler is not self._note:  # ours if the garbage collector makes a call in this
+            # The handler is already `_note` if the garbage collector calls the cache before this line.
+            if callable(handler) and handler is not self._note:
                 self._interrupt = None
-                self._handler = _signal.signal(SIGINT, self._note)  # runs the handler first if a signal is pending
+                # If a signal is pending, Python runs the old handler before it sets the new one.
+                self._handler = _signal.signal(SIGINT, self._note)
         self._depth += 1
         return True
 
     def release(self) -> None:
-        """End; after the outermost call the handler runs if there was a signal, and may raise."""
+        """Stop deferring; after the outermost call, run the handler if a signal came. The handler may raise."""
         self._depth -= 1
         if self._depth == 0 and self._handler is not None:
             handler, self._handler = self._handler, None
-            if _signal.getsignal(SIGINT) is self._note:  # a callback may have set another
+            if _signal.getsignal(SIGINT) is self._note:  # a callback may have set another handler
                 _signal.signal(SIGINT, handler)
             if self._interrupt is not None:
                 interrupt, self._interrupt = self._interrupt, None
                 handler(*interrupt)
 
     def renew(self) -> None:
-        """Release at once in a process forked by another thread, which becomes the main thread there."""
+        """Release at once in a process forked by another thread, which is the main thread of the new process."""
         if get_ident() != self._main_thread:
             self._main_thread = get_ident()
             if self._depth:
@@ -139,12 +142,12 @@ class HeldInterrupts:
 
 
 class CacheGuard:
-    """The cache's lock, as a context manager around the body of every call; calls nest.
+    """Context manager around the body of every cache call: takes the cache's lock; calls nest.
 
-    If an exception leaves the body, every change recorded in `rollback` since its start is undone. Otherwise, and after
-    the outermost call, `listeners` are called outside the lock. Interrupts wait until that is done.
+    If an exception leaves the body, every change noted in `rollback` by this call is undone. When the outermost call
+    succeeds, `listeners` are called outside the lock. Interrupts wait until the listeners have returned.
 
-    A process forked while another thread is in a call gets a new lock and undoes that call.
+    A process forked while another thread is in a call takes a new lock and rolls the unfinished call back.
     """
 
     def __init__(self, measure_pressure: Callable[[], MemoryPressure]) -> None:
@@ -153,14 +156,14 @@ class CacheGuard:
         self.listeners = Listeners(measure_pressure)
         self._give_up: list[Callable[[], object]] = []
         self._lock = RLock()
-        self._thread = 0  # that holds the lock
-        # For each call in progress: whether it holds interrupts, and the lengths of `rollback`, events and `_give_up`
-        # at its start. Calls also nest if the garbage collector makes one.
+        self._thread = 0  # id of the thread that holds the lock
+        # One entry for each call in progress: whether it defers interrupts, and the lengths of `rollback`, events and
+        # `_give_up` at its start. Calls also nest, because the garbage collector may make a call within another one.
         self._marks: list[tuple[bool, int, int, int]] = []
         _GUARDS.add(self)
 
     def give_up_by(self, function: Callable[[], object]) -> None:
-        """Call `function` if a callback or an interrupt raises at the end of this call: nobody gets its result."""
+        """Call `function` if a callback or interrupt raises after this call, because its result is then lost."""
         self._give_up.append(function)
 
     def __enter__(self) -> None:
@@ -200,7 +203,7 @@ class CacheGuard:
             raise
 
     def renew(self) -> None:
-        """Take a new lock in a forked process, unless this thread, the only one there, is in a call."""
+        """Take a new lock in a forked process, unless its only thread, this one, is in a call."""
         if self._marks and self._thread == get_ident():
             return
         self._lock = RLock()

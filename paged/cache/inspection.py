@@ -1,4 +1,4 @@
-"""What can be asked of a cache: counts, a check of its integrity, tensors of layers, K and V of single sequences."""
+"""Inspection of a cache: counts, integrity check, tensors of layers, K and V of single sequences."""
 
 from __future__ import annotations
 
@@ -12,53 +12,54 @@ from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
 from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
-from paged.cache.slot_allocator import KvSlotAllocator, SlidingWindow
-from paged.cache.slot_reservation import KvSlotReservation
+from paged.cache.slot_allocator import KvSlotAllocator
+from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError, PagedError
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.core.errors import as_int, shown
 from paged.kernels.recurrent.metadata import RecurrentState
 
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Counts of a KV cache at one moment; hits, evictions, swaps, copies and failures count from its creation.
+    """Counts of a KV cache at one moment. Hits, evictions, swaps, copies and failures count from its creation.
 
     Attributes:
         free_blocks: blocks that can be handed out, cached ones included.
         used_blocks: blocks that are not free.
         shared_blocks: blocks with more than one reference.
-        num_tokens: sum of all lengths; a shared position counts once for each sequence.
+        num_tokens: sum of the sequences' lengths; a shared position counts once for each sequence.
         capacity_tokens: length of the longest sequence that fits into the pool.
         utilization: used_blocks / num_blocks.
-        cow_copies: shared blocks copied before a write.
-        allocation_failures: calls that failed for lack of blocks on the device or on the host.
-        bytes_per_block: K and V of all layers of a table, scales included.
-        cached_blocks: free blocks with K/V that a prompt may begin with.
-        published_blocks: all blocks that a prompt may begin with, including those in use.
-        prefix_hits, prefix_misses: prompts that found a published prefix, or none.
-        prefix_hit_tokens: prompt tokens found in the cache, so not computed again.
+        cow_copies: shared blocks copied before a write (copy on write).
+        allocation_failures: calls that failed for lack of device or host blocks.
+        bytes_per_block: bytes of K and V of all layers of a table, scales included.
+        cached_blocks: free blocks that a prompt may still begin with.
+        published_blocks: all blocks that a prompt may begin with, blocks in use included.
+        prefix_hits, prefix_misses: prompts that found a published prefix, and prompts that found none.
+        prefix_hit_tokens: prompt tokens found in the cache and not computed again.
         evictions: cached blocks that were handed out or withdrawn.
-        swapped_out_blocks, swapped_in_blocks: blocks moved to the host, and back.
+        swapped_out_blocks, swapped_in_blocks: blocks moved to the host, and blocks moved back.
         swap_blocks_free: free host blocks.
-        num_state_slots, free_state_slots: slots for states of recurrent layers, and those that can be handed out,
-            snapshots included.
-        state_snapshots: states kept for prompts that begin alike.
-        state_hits: prompts that began with one.
+        num_state_slots, free_state_slots: slots for recurrent states: all of them, and the slots that can be handed
+            out, snapshots included.
+        state_snapshots: recurrent states kept for prompts with the same beginning.
+        state_hits: prompts that began with a snapshot.
         state_evictions: snapshots whose slot was handed out.
-        bytes_per_state: memory of a slot, over all recurrent layers.
-        host_blocks: host blocks of the tier and of swapped sequences together; 0 without a tier.
+        bytes_per_state: bytes of a slot, over all recurrent layers.
+        host_blocks: host blocks of the host tier and of swapped sequences together; 0 without a tier.
         host_cached_blocks: host blocks that a prompt may begin with.
         host_stored_blocks, host_loaded_blocks: evicted blocks copied to the tier, and blocks copied back for a prompt.
         host_dropped_blocks: evicted blocks for which the tier had no memory.
-        host_hits, host_misses: prompts that the tier has continued, or not.
-        host_query_tokens, host_hit_tokens: prompt tokens that the device did not have, and those that the tier had.
-        host_states, host_loaded_states: states of recurrent layers in the tier, and states copied back for a prompt.
-        folder_read_blocks, folder_written_blocks: blocks read from the cache folder, and written to it.
-        folder_dropped_blocks: blocks that were not written.
-        folder_faults: files or folders that could not be read or written, or were damaged.
-        folder_late_reads: prompts that did not wait for the folder any longer.
+        host_hits, host_misses: prompts for which the tier had more blocks than the device, and prompts for which it had
+            none.
+        host_query_tokens, host_hit_tokens: prompt tokens that the device lacked, and how many of them the tier had.
+        host_states, host_loaded_states: recurrent states in the tier, and states copied back for a prompt.
+        folder_read_blocks, folder_written_blocks: blocks read from the cache folder, and blocks written to it.
+        folder_dropped_blocks: blocks that were not written to the folder.
+        folder_faults: files or folders that were damaged, or that could not be read or written.
+        folder_late_reads: prompts that stopped waiting for the folder.
     """
 
     num_blocks: int
@@ -105,7 +106,7 @@ class CacheStats:
     folder_late_reads: int = 0
 
     def of_tiers(self) -> dict[str, int]:
-        """Return the counts of host memory and of the cache folder; none without a tier."""
+        """Return the counts of the host tier and the cache folder; empty without a tier."""
         if not self.host_blocks:
             return {}
         return {name: value for name, value in vars(self).items() if name.startswith(("host_", "folder_"))}
@@ -122,22 +123,15 @@ def count_stats(
     """Collect the counts of a cache's parts."""
     pool = prefixes.pool
     free, total = pool.num_free, pool.num_blocks
-    of_states = {}
-    if (recurrent := prefixes.recurrent) is not None:
-        of_states = {
-            "num_state_slots": recurrent.spec.num_slots,
-            "free_state_slots": recurrent.num_free,
-            "state_snapshots": len(recurrent.snapshots),
-            "bytes_per_state": recurrent.tensors.bytes_per_slot,
-        }
+    of_kinds: dict[str, int] = {}
+    for kind in prefixes.kinds:
+        of_kinds |= kind.stats()
     of_tier = {}
     if (tier := prefixes.tier) is not None:
         of_tier = {
-            "host_blocks": tier.pool.num_blocks,
-            "host_cached_blocks": len(tier.entries),
+            "host_blocks": tier.blocks.pool.num_blocks,
+            "host_cached_blocks": len(tier.blocks.entries),
         }
-        if recurrent is not None and recurrent.tier is not None:
-            of_tier["host_states"] = len(recurrent.tier.entries)
         if tier.files is not None:
             of_tier |= {
                 "folder_read_blocks": tier.files.num_read,
@@ -155,19 +149,19 @@ def count_stats(
         num_tokens=sum(handle.num_tokens for handle in sequences.handles.values()),
         capacity_tokens=config.capacity_tokens,
         utilization=(total - free) / total,
-        allocation_failures=pool.num_refused + swap.pool.num_refused,
+        allocation_failures=pool.num_refused + swap.shelf.pool.num_refused,
         bytes_per_block=tensors.bytes_per_block,
         cached_blocks=len(pool.cached),
         published_blocks=len(prefixes.index.published),
-        swap_blocks_free=swap.num_free,
+        swap_blocks_free=swap.shelf.num_free,
         **guard.counts.by_name,
-        **of_states,
+        **of_kinds,
         **of_tier,
     )
 
 
 def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[int]]:
-    """Count the references to blocks on the device and on the host."""
+    """Count the references to device blocks and to host blocks."""
     on_device = Counter[int]()
     on_host = Counter[int]()
     reservations: set[KvSlotReservation] = set()
@@ -183,48 +177,58 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
     return on_device, on_host
 
 
-def recount(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
-    """Derive all counts from the sequences and published blocks that a rollback has restored."""
+def recount(sequences: LiveSequences, prefixes: PrefixCache, swap: SwapSpace) -> None:
+    """Derive all counts from the restored sequences and published blocks, after a rollback."""
     states = sequences.states()
     sequences.tables.recount(states)
     prefixes.index.recount()
     references, host_references = _count_references(sequences)
     prefixes.pool.recount(references)
-    if prefixes.tier is not None:
-        prefixes.tier.recount()
-    host_pool.recount(host_references)
-    if prefixes.recurrent is not None:
-        prefixes.recurrent.recount(states)
+    swap.shelf.recount()
+    swap.shelf.pool.recount(host_references)
+    swap.num_sequences = len([state for state in states if state.host_blocks is not None])
+    for kind in prefixes.kinds:
+        kind.recount(states)
 
 
-def check_integrity(sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool) -> None:
+def check_integrity(
+    config: PagedKvCacheConfig, sequences: LiveSequences, prefixes: PrefixCache, host_pool: BlockPool
+) -> None:
     """`PagedKvCacheManager.check_integrity`."""
+    num_tables, num_whole = len(config.tables), config.num_whole
     for handle in sequences.handles.values():
         state = sequences.state(handle, may_be_swapped=True)
         held = [block for block in state.blocks if block]
         if len(set(held)) != len(held):
-            raise PagedError(f"{state.request_id!r} holds a block twice: {state.blocks}")
+            raise PagedError(f"{state.seq_id!r} holds a block twice: {state.blocks}")
+        for column, table in enumerate(config.tables):
+            first = table.first_seen_block(state.num_tokens, config.block_size) * num_tables
+            last = config.blocks_for(state.num_tokens)
+            if column < num_whole:
+                last = len(state.blocks)
+            if state.host_blocks is None and 0 in state.blocks[first + column : last : num_tables]:
+                raise PagedError(f"{state.seq_id!r} lacks a block of table {column}: {state.blocks}")
         if not state.num_cached_tokens <= state.num_tokens <= handle.capacity:
             raise PagedError(
-                f"{state.request_id!r}: {state.num_cached_tokens} cached of {state.num_tokens} tokens, "
+                f"{state.seq_id!r}: {state.num_cached_tokens} cached of {state.num_tokens} tokens, "
                 f"capacity {handle.capacity}"
             )
     references, host_references = _count_references(sequences)
     prefixes.pool.check(references)
     host_pool.check(host_references)
     prefixes.index.check()
-    if prefixes.recurrent is not None:
-        prefixes.recurrent.check_integrity(sequences.states())
+    for kind in prefixes.kinds:
+        kind.check(sequences.states())
 
 
 class KvInspection:
-    """The part of a `PagedKvCacheManager` that accesses its memory."""
+    """Base of `PagedKvCacheManager` with the methods that access its memory."""
 
     _guard: CacheGuard
+    _prefixes: PrefixCache
     _sequences: LiveSequences
     _slots: KvSlotAllocator
     _tensors: KvCacheTensors
-    _window: SlidingWindow
 
     @property
     def device(self) -> torch.device:
@@ -233,7 +237,7 @@ class KvInspection:
 
     @property
     def tensors(self) -> KvCacheTensors:
-        """Memory of the cache. Its `listener` is called for every move or clearing of blocks, to mirror it."""
+        """Memory of the cache. Its `listener` is called when blocks move or are cleared, so that others mirror it."""
         return self._tensors
 
     def k_cache(self, layer: int) -> torch.Tensor:
@@ -249,14 +253,14 @@ class KvInspection:
         return self._tensors.v_cache(layer)
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return `k_scale` and `v_scale` of an int8 layer, as the kernels take them; (None, None) for other dtypes.
+        """Return `k_scale` and `v_scale` of an int8 layer for the kernels; (None, None) for other dtypes.
 
-        Each is float32 [num_blocks + 1, block_size, num_kv_heads]. Errors are those of `k_cache`.
+        Each is float32 [num_blocks + 1, block_size, num_kv_heads]. Raises the same errors as `k_cache`.
         """
         return self._tensors.scales(layer)
 
     def table_of(self, layer: int) -> int:
-        """Return the index of a layer's table, for `AttentionMetadata.table`; errors are those of `k_cache`."""
+        """Return the index of a layer's table, for `AttentionMetadata.table`; raises the same errors as `k_cache`."""
         return self._tensors.table_of(layer)
 
     def state(self, layer: int) -> RecurrentState:
@@ -273,10 +277,10 @@ class KvInspection:
     def write_kv(
         self, handle: KvCacheHandle, layer: int, position: int, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Write K and V of the token at `position`, or of several from there on. Slow: for tests and inspection.
+        """Write K and V of one or more tokens from `position` on. Slow: for tests and inspection.
 
         The length does not change, and positions may lie anywhere within the capacity. Values are converted to the
-        cache's dtype; 8-bit floats are saturated and not scaled, int8 rows are scaled and their scales are written.
+        cache's dtype. 8-bit floats are saturated, not scaled. int8 rows are scaled, and their scales are written.
 
         Args:
             key: [num_kv_heads, head_dim], or [num_tokens, num_kv_heads, head_dim].
@@ -294,9 +298,9 @@ class KvInspection:
             rollback = self._guard.rollback
             if end > handle.capacity:
                 raise InvalidInputError(f"position: {position}..{end}, expected within the capacity {handle.capacity}")
-            self._window.check_seen(state, self.table_of(layer), position, end)
+            self._check_read(state, layer, position, end)
             self._slots.make_exclusive([(state, position, end)])
-            if position < state.num_tokens:  # a rollback must not restore the previous ids
+            if position < state.num_tokens:  # the rollback of an open reservation must not restore the previous ids
                 state.begin_change(rollback)
             else:
                 state.keep(rollback)
@@ -313,12 +317,12 @@ class KvInspection:
         """Return copies of K and V at `num_tokens` positions from `start` on. Slow: for tests and inspection.
 
         Each is [num_tokens, num_kv_heads, head_dim] in the cache's dtype, without the scales of an 8-bit float cache.
-        int8 is returned as float32, multiplied by its scales.
+        int8 is returned as float32, multiplied by the scales.
 
         Raises:
             InvalidInputError: the layer does not exist or has no K/V of its own, or a position is not written or lies
-                behind the sliding window. Written positions are the first `num_tokens` and those that `write_kv` added
-                after them without a gap.
+                behind the sliding window. Written positions are the sequence's `num_tokens` and any that `write_kv`
+                added after them without a gap.
         """
         layer, start = self._tensors.layer(layer), as_int("start", start)
         num_tokens = as_int("num_tokens", num_tokens)
@@ -327,5 +331,11 @@ class KvInspection:
             end, readable = start + num_tokens, max(state.num_tokens, state.num_written)
             if end > readable:
                 raise InvalidInputError(f"num_tokens: positions {start}..{end}, expected within the {readable} written")
-            self._window.check_seen(state, self.table_of(layer), start, end)
+            self._check_read(state, layer, start, end)
             return self._tensors.read(layer, state.blocks, start, end)
+
+    def _check_read(self, state: SequenceState, layer: int, start: int, end: int) -> None:
+        """Raise InvalidInputError if the layer's table lacks one of the positions start..end."""
+        column = self.table_of(layer)
+        for kind in self._prefixes.kinds:
+            kind.check_read(state, column, start, end)

@@ -13,24 +13,17 @@ from paged.cache.pool import BlockPool
 from paged.cache.slot_reservation import SequenceState
 from paged.errors import InvalidInputError
 from paged.folder_path import as_folder
-from paged.kernels.common.scalars import as_bool, as_float, as_int, shown
+from paged.kernels.core.errors import as_bool, as_float, as_int, shown
 from paged.seq_id import SeqId
 
 if TYPE_CHECKING:
     import torch
 
 
-# A row of int8 has a float32 scale.
-SCALE_BYTES = 4
-# Host memory through which files come, if there is no host tier otherwise.
+# Bytes of host memory through which files are read if `host_cache_bytes` is 0.
 _FOLDER_HOST_BYTES = 64 << 20
-# Kernels read block ids as int32.
+# Limit of every size, because kernels read block ids as int32.
 _MAX_SIZE = (1 << 31) - 2
-
-
-def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a row (the key or value of one head and token), with its scale if there is one."""
-    return head_dim * dtype.itemsize + (0 if dtype.is_floating_point else SCALE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -38,39 +31,41 @@ class PagedKvCacheConfig:
     """Shape and policy of a KV cache.
 
     Attributes:
-        num_kv_heads, head_dim: for layers whose group sets none.
-        block_size: positions in a block; 16 by default. A loaded model passes its GPU's `default_block_size`, 64 or 16.
-        num_blocks: blocks that can be handed out. Storage holds one more, block 0.
+        num_kv_heads, head_dim: defaults for groups that set none.
+        block_size: positions in a block, 16 by default. A loaded model passes its GPU's `default_block_size`, 64 or 16.
+        num_blocks: blocks that can be handed out. Storage has one more, block 0.
         num_swap_blocks: blocks of host memory for `swap_out`.
-        dtype: None takes PyTorch's default when the cache is made. The kernels take float32, float16, bfloat16,
-            float8_e4m3fn, float8_e5m2 and int8. int8 has a float32 scale for each head and token, of keys and of
-            values.
-        device: None takes CUDA if there is one, else the CPU, as models do.
+        dtype: dtype of K and V; None for PyTorch's default when the cache is made. The kernels support float32,
+            float16, bfloat16, float8_e4m3fn, float8_e5m2 and int8. int8 has a float32 scale for each token and head,
+            separately for keys and values.
+        device: None for CUDA if there is one, else the CPU, as models do.
         enable_prefix_cache: whether full blocks are published and shared.
-        low_watermark, high_watermark: fractions of the pool that can be handed out. Below the first, pressure is HIGH;
-            below the second, CRITICAL.
-        max_seq_len: longest sequence in tokens; None for the pool's capacity.
-        sliding_window: number of tokens that a token sees, itself included, if all layers have the same. Blocks that no
-            later token can see are freed. None keeps all.
-        prefix_hash: "fast", a polynomial modulo 2^64, or "sha256". With either, token ids are compared on every hit.
-        groups: layers of several shapes or windows; None for one group of all. A layer in no group has no K/V of its
-            own.
-        recurrent: states of recurrent layers, and how many sequences they have memory for; None without such layers.
-        host_cache_bytes: host memory where published blocks go when the device evicts them, and from where a prompt
-            that begins with them gets them back; 0 for none. The blocks of `num_swap_blocks` are in it. Half of it is
-            for states of recurrent layers, if there are any. Hashes are then those of "sha256".
-        cache_folder: folder where the blocks that go to host memory are written, too, and found again by other
-            processes and after a restart. A cache without a model does not know its weights: its namespaces must
-            name them, or `set_fingerprint`. Without `host_cache_bytes`, 64 MiB of host memory are taken.
-        cache_folder_bytes: most bytes of all files there; None for no limit.
-        tables: the groups with a block table each, derived from `groups`; groups without a window come first.
+        low_watermark, high_watermark: pressure is HIGH if less than the fraction `low_watermark` of the pool can be
+            handed out, and CRITICAL if less than `high_watermark` can.
+        max_seq_len: length of the longest sequence in tokens; None for the pool's capacity.
+        sliding_window: number of tokens that a token sees, itself included, if it is the same in all layers. Blocks
+            that no later token can see are freed. None keeps all blocks.
+        prefix_hash: "fast", a polynomial modulo 2^64, or "sha256". Token ids are compared on every hit in both cases.
+        groups: groups of layers, if shapes or windows differ; None for a single group. A layer in no group has no K/V
+            of its own.
+        recurrent: shape and number of the states of recurrent layers; None without such layers.
+        host_cache_bytes: size of the host tier, 0 for none. The tier keeps published blocks that the device evicts, and
+            prompts that begin with them load them back. It includes the `num_swap_blocks`; if there are recurrent
+            layers, half of it is for their states. Prefix hashes are then always "sha256".
+        cache_folder: folder where blocks of the host tier are also written, so that other processes find them, also
+            after a restart. A cache without a model does not know its weights: name them in the namespaces or by
+            `set_fingerprint`. Without `host_cache_bytes`, the cache takes 64 MiB of host memory.
+        cache_folder_bytes: limit for the bytes of all files in `cache_folder`; None for no limit.
+        tables: one CacheGroup for each block table, derived from `groups`; groups without a window come first.
+        own_groups: those of `groups` with memory of their own.
+        has_canaries: whether the cache checks what it holds before every forward, by PAGED_CANARY=1.
 
     Raises:
-        InvalidInputError: a size is not a positive integer of 31 bits, the watermarks are not 0 <= high <= low <= 1,
-            enable_prefix_cache is not a bool, or the hash is unknown; or groups are not CacheGroups, share a layer,
-            contain one beyond num_layers, or are given together with sliding_window; or recurrent is not a
-            RecurrentSpec of layers below num_layers; or a number of bytes is negative;
-            or cache_folder is not a path that can be a folder.
+        InvalidInputError: PAGED_CANARY is neither 1 nor 0; a size is not a positive integer of 31 bits, the watermarks
+            are not 0 <= high <= low <= 1, enable_prefix_cache is not a bool, or the hash is unknown; or groups are not
+            CacheGroups, share a layer, contain one beyond num_layers, or are given together with sliding_window; or
+            recurrent is not a RecurrentSpec of layers below num_layers; or a number of bytes is negative; or
+            cache_folder is not a path that can be a folder.
     """
 
     num_layers: int
@@ -93,6 +88,8 @@ class PagedKvCacheConfig:
     cache_folder: str | os.PathLike[str] | None = None
     cache_folder_bytes: int | None = None
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
+    own_groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
+    has_canaries: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks"):
@@ -125,7 +122,15 @@ class PagedKvCacheConfig:
             expected = f"a RecurrentSpec of layers below {self.num_layers}"
             raise InvalidInputError(f"recurrent: {shown(recurrent)}, expected {expected}")
         groups = [group.with_defaults(self.num_kv_heads, self.head_dim) for group in self._checked_groups()]
-        self._set("tables", split_evenly(groups))
+        in_pool = [group for group in groups if not group.has_own_memory]
+        if not in_pool:
+            raise InvalidInputError(f"groups: {shown(groups)}, expected one with blocks of the pool")
+        self._set("tables", split_evenly(in_pool))
+        self._set("own_groups", tuple(group for group in groups if group.has_own_memory))
+        canaries = os.environ.get("PAGED_CANARY", "")
+        if canaries not in ("", "0", "1"):
+            raise InvalidInputError(f"PAGED_CANARY={canaries!r}: expected '1' or '0'")
+        self._set("has_canaries", canaries == "1")
 
     def _checked_groups(self) -> Sequence[CacheGroup]:
         if self.groups is None:
@@ -145,23 +150,28 @@ class PagedKvCacheConfig:
         return self.groups
 
     def _set(self, name: str, value: Any) -> None:
-        """Store a converted field of the frozen configuration."""
+        """Set a converted field of this frozen dataclass."""
         object.__setattr__(self, name, value)
 
     @property
     def has_tier(self) -> bool:
-        """Whether evicted blocks go to host memory."""
+        """Whether evicted blocks are kept in host memory."""
         return self.enable_prefix_cache and (self.host_cache_bytes > 0 or self.cache_folder is not None)
 
     @property
     def host_state_bytes(self) -> int:
-        """The part of `host_cache_bytes` that is for states of recurrent layers."""
-        if not self.has_tier or self.recurrent is None:
+        """Bytes of `host_cache_bytes` for each kind with memory of its own, such as recurrent states: half for all."""
+        num_own = self._num_own
+        if not self.has_tier or not num_own:
             return 0
-        return (self.host_cache_bytes or _FOLDER_HOST_BYTES) // 2
+        return (self.host_cache_bytes or _FOLDER_HOST_BYTES) // 2 // num_own
+
+    @property
+    def _num_own(self) -> int:
+        return len(self.own_groups) + (self.recurrent is not None)
 
     def num_host_blocks(self, dtype: torch.dtype) -> int:
-        """Return the number of host blocks of a cache of `dtype`, those for swapped sequences included.
+        """Return the number of host blocks of a cache of `dtype`, including the blocks for swapped sequences.
 
         Raises:
             InvalidInputError: `host_cache_bytes` holds no block, or fewer than `num_swap_blocks`.
@@ -169,7 +179,7 @@ class PagedKvCacheConfig:
         if not self.has_tier:
             return self.num_swap_blocks
         block_bytes, num_least = self.block_bytes(dtype), max(1, self.num_swap_blocks)
-        num_bytes = self.host_cache_bytes - self.host_state_bytes
+        num_bytes = self.host_cache_bytes - self.host_state_bytes * self._num_own
         if not self.host_cache_bytes:
             num_bytes = max(_FOLDER_HOST_BYTES, num_least * block_bytes)
         if num_bytes < num_least * block_bytes:
@@ -179,9 +189,13 @@ class PagedKvCacheConfig:
 
     @property
     def num_whole(self) -> int:
-        """Number of tables that get blocks when capacity is reserved: those without a window, at least the first."""
-        # Other tables get a block when it is written: a long prompt frees blocks chunk by chunk.
-        return max(1, [table.sliding_window for table in self.tables].count(None))
+        """Number of tables, counted from the first, with a block at every position: all that see every token.
+
+        They get their blocks when capacity is reserved. The others get each block when it is written, because a long
+        prompt frees blocks chunk by chunk, and published positions may lack their blocks. The first table is always
+        whole.
+        """
+        return max(1, [table.most_seen for table in self.tables].count(None))
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` in all tables."""
@@ -192,7 +206,7 @@ class PagedKvCacheConfig:
         return -(-num_tokens // self.block_size) * self.num_whole
 
     def blocks_to_grow(self, num_tokens: int, capacity: int, target: int) -> int:
-        """Return the most blocks that a sequence lacks on its way to `target` tokens, which are written one by one."""
+        """Return the most blocks that a sequence still needs to grow to `target` tokens, one token at a time."""
         missing = max(0, -(-target // self.block_size) - capacity // self.block_size) * self.num_whole
         for table in self.tables[self.num_whole :]:
             now = table.blocks_kept(num_tokens, self.block_size)
@@ -202,10 +216,10 @@ class PagedKvCacheConfig:
     def longest_with(self, chunks: Iterable[tuple[int, int]]) -> int:
         """Return the length of the longest sequence that runs in an empty pool.
 
-        It has capacity for all of its tokens in the tables of `num_whole` from the start. In others it takes blocks as
-        it writes and frees them behind the window.
+        In the first `num_whole` tables it has capacity for all its tokens from the start. In the other tables it takes
+        blocks as it writes, and frees them behind the window.
 
-        chunks: (start, end) of tokens that must be written in one step; others are written one by one if need be.
+        chunks: (start, end) of tokens that must be written in one step; all others may be written one by one.
         """
         size, windowed = self.block_size, self.tables[self.num_whole :]
         least = 0
@@ -220,7 +234,7 @@ class PagedKvCacheConfig:
         return self._longest(needed)
 
     def _longest(self, needed: Callable[[int], int]) -> int:
-        """Return the length of the longest sequence in the pool. needed: blocks of all tables by the first's number."""
+        """Return the longest length in the pool. needed: blocks of all tables for a number of blocks of the first."""
         counts = range(1, self.num_blocks // self.num_whole + 1)
         return bisect_right(counts, self.num_blocks, key=needed) * self.block_size
 
@@ -231,17 +245,18 @@ class PagedKvCacheConfig:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Length that no sequence exceeds, or None if every table has a window.
+        """Upper bound for the length of a sequence, or None if every table has a window.
 
-        It is more than `capacity_tokens`: a cached prefix has only those blocks of a window that the next token sees.
+        It exceeds `capacity_tokens`, because a cached prefix needs only the blocks of a window that the next token
+        sees.
         """
-        if self.tables[0].sliding_window is not None:
+        if self.tables[0].most_seen is not None:
             return None
 
         def needed(num_blocks: int) -> int:
             total = num_blocks * self.num_whole
             for table in self.tables[self.num_whole :]:
-                num_seen = -(-(table.sliding_window or 0) // self.block_size)
+                num_seen = -(-(table.most_seen or 0) // self.block_size)
                 total += min(num_blocks, num_seen)
             return total
 
@@ -249,16 +264,16 @@ class PagedKvCacheConfig:
 
     @property
     def slots(self) -> tuple[int, int]:
-        """Number of slots in a block, and elements of a token in each.
+        """Number of planes in a block, and number of elements per token in a plane.
 
-        A slot holds the keys or the values of one layer, or its latents, or those of several small layers.
+        A plane holds the keys, values or latents of one layer, or of several small layers.
         """
         size = max(max(table.sizes) for table in self.tables)
         return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
 
     @property
     def rows_per_slot(self) -> int:
-        """Largest number of rows of a token in a slot, over all layers; a row is one head's key or value."""
+        """Largest number of rows per token in a plane, over all layers; a row is one head's key or value."""
         _, size = self.slots
         num_rows = 0
         for table in self.tables:
@@ -267,10 +282,16 @@ class PagedKvCacheConfig:
         return num_rows
 
     def block_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a block in a cache of `dtype`, scales included."""
-        num_slots, size = self.slots
-        scales = 0 if dtype.is_floating_point else self.rows_per_slot * SCALE_BYTES
-        return num_slots * self.block_size * (size * dtype.itemsize + scales)
+        """Return the bytes of a block in a cache of `dtype`, scales and canaries included."""
+        from paged.kernels.core.dtypes import kv_kind  # PyTorch takes seconds to import
+
+        kind = kv_kind(dtype)
+        num_planes, size = self.slots
+        scale_bytes = 0
+        if kind.has_scales:
+            scale_bytes = self.rows_per_slot * kind.scale_dtype.itemsize
+        canary_bytes = 8 * self.has_canaries
+        return self.block_size * (num_planes * (size * dtype.itemsize + scale_bytes) + canary_bytes)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in a cache of `dtype`, over all layers and tables."""
@@ -283,7 +304,7 @@ class KvCacheHandleStats:
 
     Attributes:
         num_blocks: entries of `KvCacheHandle.blocks`, zeros included.
-        shared_blocks: blocks that another sequence holds too.
+        shared_blocks: blocks that another sequence also holds.
         swapped_blocks: blocks in host memory.
     """
 
@@ -295,7 +316,7 @@ class KvCacheHandleStats:
 
 
 class KvCacheHandle:
-    """One sequence in the cache. Read-only: only the manager that made it changes it."""
+    """One sequence in the cache. Read-only; only its manager changes it."""
 
     __slots__ = ("__weakref__", "_block_size", "_num_tables", "_pool", "_state")
 
@@ -306,13 +327,13 @@ class KvCacheHandle:
 
     @property
     def cache_id(self) -> SeqId:
-        """Key that executors use; equals `request_id`."""
-        return self._state.request_id
+        """Id of the sequence."""
+        return self._state.seq_id
 
     @property
     def request_id(self) -> SeqId:
-        """Request id of the sequence."""
-        return self._state.request_id
+        """Id of the sequence."""
+        return self._state.seq_id
 
     @property
     def num_tokens(self) -> int:
@@ -331,7 +352,7 @@ class KvCacheHandle:
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Number of those tokens whose K/V came from host memory or from files."""
+        """Number of cached tokens whose K/V came from host memory or from files."""
         return min(self._state.num_loaded_tokens, self._state.num_cached_tokens)
 
     @property
@@ -341,9 +362,9 @@ class KvCacheHandle:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Block ids by position: the first block of every table, then the second of every table, and so on.
+        """Block ids: the first block of every table, then the second block of every table, and so on.
 
-        An id is 0 if the block is swapped out, behind the sliding window, or not allocated before it is written.
+        An id is 0 if the block is swapped out, lies behind the sliding window, or is not allocated yet.
         """
         return self._state.blocks
 
@@ -359,7 +380,7 @@ class KvCacheHandle:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether K/V lie in host memory. The sequence cannot run until `swap_in`."""
+        """Whether the K/V are in host memory. The sequence cannot run before `swap_in`."""
         return self._state.host_blocks is not None
 
     def stats(self) -> KvCacheHandleStats:
@@ -375,4 +396,4 @@ class KvCacheHandle:
 
     def __repr__(self) -> str:
         freed = "" if self.is_valid else ", freed"
-        return f"KvCacheHandle({self.request_id!r}, num_tokens={self.num_tokens}, capacity={self.capacity}{freed})"
+        return f"KvCacheHandle({self.cache_id!r}, num_tokens={self.num_tokens}, capacity={self.capacity}{freed})"

@@ -1,4 +1,4 @@
-"""The block pool: free blocks, reference counts, free blocks that still hold published K/V, and ages of blocks."""
+"""The block pool: free blocks, reference counts, cached blocks (free, with published K/V), block ages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from paged.cache.guard import Rollback
 from paged.errors import OutOfBlocksError, PagedError
 
 _NUM_BUCKETS = 24
-# In every 16th call that hands out blocks, the first block is sampled, at most 256 at a time. This takes 2 us of the 25
-# us of a call for 128 blocks.
+# Sample the first block of every 16th call that hands out blocks. The cost is below a tenth of a call, see limits.md.
 _SAMPLE_EVERY = 16
 _MAX_WATCHED = 256
 
 
 class BlockAges:
-    """Histograms with powers of two of a millisecond: bucket i counts ages below 2^i ms, the last bucket all above."""
+    """Histograms of sampled block ages. Bucket i counts ages below 2^i ms, the last bucket all longer ages."""
 
     def __init__(self) -> None:
         self.lifetimes = [0] * _NUM_BUCKETS
@@ -28,7 +27,7 @@ class BlockAges:
         self._calls = 0
 
     def taken(self, blocks: Sequence[int]) -> None:
-        """Record that `blocks` were handed out; a sampled block among them is no longer sampled."""
+        """Note that `blocks` were handed out; samples of their earlier use end."""
         if self._since and not self._since.keys().isdisjoint(blocks):
             for block in self._since.keys() & blocks:
                 del self._since[block]
@@ -37,7 +36,7 @@ class BlockAges:
             self._since[blocks[0]] = time.monotonic()
 
     def count(self, histogram: list[int], blocks: Iterable[int]) -> None:
-        """Count the sampled ones of `blocks` in `lifetimes` when freed, in `reuse_gaps` when shared again."""
+        """Count the sampled blocks among `blocks`: in `lifetimes` if freed, in `reuse_gaps` if shared again."""
         if not self._since or self._since.keys().isdisjoint(blocks):
             return
         now = time.monotonic()
@@ -48,13 +47,14 @@ class BlockAges:
 
 
 class BlockPool:
-    """References to blocks 1..num_blocks. Block 0 is never handed out: padding rows may point at it.
+    """Reference counts of blocks 1..num_blocks. Block 0 is never handed out, because padding rows point at it.
 
-    A block in use has one reference, plus those in a dictionary. Nearly all blocks have just one, so a hundred are
-    handed out or freed by slicing.
+    A dictionary holds the references beyond the first of each block. Nearly all blocks have one reference, so most
+    calls hand out or free blocks by slicing a list.
 
-    Free blocks in `published` are `cached`: they are handed out last, least recently used first, after a call of
-    `on_evict`. Until then `share` can revive them.
+    Free blocks in `published` are called `cached`. They are handed out last, least recently used first, after a call of
+    `on_evict`, which removes them from `published` and reports them by `unpublished`. Until then `share` can revive
+    them.
     """
 
     def __init__(
@@ -72,23 +72,23 @@ class BlockPool:
         self._rollback = Rollback() if rollback is None else rollback
         self._extra_references: dict[int, int] = {}
         self._free = list(range(num_blocks, 0, -1))
-        # Least recently used first, each with an ascending number.
+        # Tick of the release of each cached block, least recently used block first.
         self.cached: OrderedDict[int, int] = OrderedDict()
         self._ticks = count_from()
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be handed out, evictable ones included."""
+        """Number of blocks that can be handed out, cached blocks included."""
         return len(self._free) + len(self.cached)
 
     @property
     def free(self) -> Sequence[int]:
-        """Blocks without references that are not cached; the last one is handed out next."""
+        """Free blocks that are not cached; the last one is handed out next."""
         return self._free
 
     @property
     def shared(self) -> KeysView[int]:
-        """Blocks with more than one reference; a view that changes with the pool."""
+        """Blocks with more than one reference; a live view."""
         return self._extra_references.keys()
 
     def num_references(self, block: int) -> int:
@@ -99,12 +99,13 @@ class BlockPool:
         """Hand out `count` free blocks with one reference each.
 
         Raises:
-            OutOfBlocksError: fewer are free; none was taken.
+            OutOfBlocksError: fewer blocks are free; none is taken.
         """
         free = self._free
         if count > len(free):
             self.require(count)
             self.evict(count - len(free))
+            assert count <= len(free)
         split = len(free) - count
         blocks = free[split:]
         self._rollback.append((list.__setitem__, free, slice(split, None), blocks))
@@ -114,17 +115,17 @@ class BlockPool:
         return blocks
 
     def require(self, count: int) -> None:
-        """Raise OutOfBlocksError unless `count` blocks can be handed out; `num_refused` counts the refusals."""
+        """Raise OutOfBlocksError unless `count` blocks can be handed out; count the refusal in `num_refused`."""
         if count > self.num_free:
             self.num_refused += 1
             raise OutOfBlocksError(count, self.num_free)
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """Return how many of the blocks are free and cached."""
+        """Return how many of the blocks are cached."""
         return sum(block in self.cached for block in blocks)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each of `blocks`, which are in use or cached. Zeros are skipped."""
+        """Add one reference to each of `blocks`, which must be in use or cached. Zeros are skipped."""
         if 0 in blocks:
             blocks = [block for block in blocks if block]
         cached, extra = self.cached, self._extra_references
@@ -137,10 +138,10 @@ class BlockPool:
             self.ages.count(self.ages.reuse_gaps, revived)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each of `blocks`, which are distinct. Zeros are skipped.
+        """Drop one reference of each of `blocks`, which must be distinct. Zeros are skipped.
 
-        Blocks without references become free. Of unpublished ones, `blocks[0]` is reused first. Of published ones, the
-        last is evicted first, because later blocks are useless without earlier ones.
+        Blocks without references become free. Unpublished blocks are reused in the given order. Published blocks are
+        evicted in reverse order, because a block of a prefix is useless without the blocks before it.
         """
         if 0 in blocks:
             blocks = [block for block in blocks if block]
@@ -155,7 +156,7 @@ class BlockPool:
                 else:
                     extra[block] -= 1
         cached = [block for block in freed if block in published] if published else ()
-        for block, tick in zip(cached, self._ticks, strict=False):  # half the time of OrderedDict.update
+        for block, tick in zip(cached, self._ticks, strict=False):  # takes half the time of OrderedDict.update
             self.cached[block] = tick
         if len(cached) < len(freed):
             self._free += [block for block in freed if block not in published] if cached else freed
@@ -165,25 +166,22 @@ class BlockPool:
         """Withdraw up to `count` cached blocks, least recently used first; return their number."""
         count = min(count, len(self.cached))
         if count > 0:
-            blocks = list(islice(self.cached, count))
-            self._on_evict(blocks)
-            self._uncache(blocks)
-            self._free += blocks
+            self._on_evict(list(islice(self.cached, count)))
         return count
 
     def unpublished(self, blocks: Iterable[int]) -> None:
-        """Handle that `blocks` are no longer published: those that are free may be reused first."""
-        freed = [block for block in blocks if block in self.cached]
+        """Follow the removal of `blocks` from `published`: the free blocks among them are reused first."""
+        freed = list(filter(self.cached.__contains__, blocks))
         self._uncache(freed)
         self._free += freed
 
     def _uncache(self, blocks: Sequence[int]) -> None:
         cached = self.cached
         self._rollback.append((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
-        deque(map(cached.__delitem__, blocks), maxlen=0)  # half the time of popitem
+        deque(map(cached.__delitem__, blocks), maxlen=0)  # takes half the time of popitem
 
     def recount(self, references: Mapping[int, int]) -> None:
-        """Set the reference counts to those held. Free blocks keep their order."""
+        """Set the reference counts to the numbers held. Free blocks keep their order."""
         published, cached = self._published, self.cached
         self._extra_references = {block: count - 1 for block, count in references.items() if count > 1}
         self._free[:] = [block for block in self._free if block not in references and block not in published]
@@ -193,13 +191,13 @@ class BlockPool:
                 del cached[block]
             elif block in published:
                 cached.move_to_end(block)
-            else:  # withdrawn for good, although the call has failed
+            else:  # its withdrawal is not rolled back when the call fails
                 del cached[block]
                 if block not in free:
                     self._free.append(block)
 
     def check(self, references: Mapping[int, int]) -> None:
-        """Compare with the references that the holders of blocks count."""
+        """Raise PagedError unless the counts equal the references that holders of blocks report."""
         listed = [*self._free, *self.cached]
         free = set(listed)
         if len(free) != len(listed):

@@ -1,52 +1,59 @@
-"""Prefix caching: full blocks are published in an index, and the pool keeps them until it needs their memory."""
+"""Prefix caching: an index of published full blocks, which the pool keeps until it needs their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paged.cache.events import BlockRemoved, BlocksStored, CacheCleared
 from paged.cache.guard import CacheGuard
+from paged.cache.kinds.kind import Kind, Match
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.pool import BlockPool
 from paged.cache.prefix_index import PrefixIndex
-from paged.cache.recurrent_states import RecurrentStates
 from paged.cache.slot_reservation import SequenceState
 from paged.cache.tiers.files import FileRead
 from paged.cache.tiers.host import HostTier
-from paged.cache.tiers.states import HostState
-from paged.cache.token_chain import Hash, TokenChain, pack, to_int32
-from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.scalars import shown
+from paged.cache.token_chain import Hash, PackedIds, TokenChain, pack, to_int32
+from paged.errors import InvalidInputError
+from paged.kernels.core.errors import shown
 
 
 class PrefixCache:
-    """A block pool and the index of its published blocks. Reports changes to `guard`; the caller holds its lock.
+    """Block pool with the index of its published blocks. Reports changes to `guard`; the caller holds the lock.
 
-    recurrent: states of recurrent layers, if there are any; a prompt then begins only where a snapshot is kept.
-    tier: where evicted blocks go, if there is one.
+    kinds: all kinds of the cache. A cached prefix ends where every kind has what it needs.
+    tier: host tier for evicted blocks, or None.
     """
 
-    recurrent: RecurrentStates | None = None
     tier: HostTier | None = None
 
     def __init__(self, config: PagedKvCacheConfig, guard: CacheGuard) -> None:
-        are_needed = [table.sliding_window is None for table in config.tables[1:]]
-        # A tier compares a block's own ids. That those before it are the same, its hash has to tell.
+        # A tier compares only a block's own ids, so the hash alone must identify the tokens before it.
         algorithm = "sha256" if config.has_tier else config.prefix_hash
-        self.index = PrefixIndex(config.num_blocks, config.block_size, algorithm, guard.rollback, are_needed)
+        # Without a prefix cache, the index stays empty, and the ids of long blocks would take memory and time.
+        block_size = config.block_size if config.enable_prefix_cache else 1
+        num_tables, num_whole = len(config.tables), config.num_whole
+        self.index = PrefixIndex(config.num_blocks, block_size, algorithm, guard.rollback, num_tables, num_whole)
+        self.index.on_forget = self._withdrawn
         self.pool = BlockPool(config.num_blocks, self.index.published, self._evict, guard.rollback)
-        if self.index.other_tables is not None:
-            self.index.other_tables.on_withdrawn = self.pool.unpublished
         self._listeners, self._rollback, self._counts = guard.listeners, guard.rollback, guard.counts
         self._block_size, self._tables = config.block_size, config.tables
-        self._num_whole = config.num_whole
+        self._num_whole = num_whole
         self._is_enabled = config.enable_prefix_cache
+        self.set_kinds(())
+
+    def set_kinds(self, kinds: Sequence[Kind]) -> None:
+        """Set all kinds of the cache."""
+        self.kinds = kinds
+        is_choosy = [type(kind).usable is not Kind.usable for kind in kinds]
+        self._takes_all = len(self._tables) == 1 and not any(is_choosy)
 
     def allocate(self, count: int) -> tuple[int, ...]:
-        """Take blocks for `count` times block_size positions; 0 for a table that gets blocks when they are written."""
+        """Take blocks for `count` times block_size positions; 0 for tables that get blocks when they are written."""
         taken, num_whole = self.pool.allocate(count * self._num_whole), self._num_whole
         num_others = len(self._tables) - num_whole
         if not num_others:
@@ -55,7 +62,7 @@ class PrefixCache:
         return tuple(np.pad(rows, ((0, 0), (0, num_others))).ravel().tolist())
 
     def read(self, token_ids: list[int], namespace: Hashable) -> FileRead | None:
-        """Begin to read what `token_ids` continues with from files; None without files."""
+        """Start to read the blocks of `token_ids` that only files have; None without files."""
         if self.tier is None or self.tier.files is None:
             return None
         _, chain = self.index.match(token_ids, namespace)
@@ -65,84 +72,82 @@ class PrefixCache:
     def begin(
         self, state: SequenceState, token_ids: list[int], num_tokens: int, from_files: FileRead | None = None
     ) -> None:
-        """Give a new sequence the published blocks that `token_ids` begins with, and others up to `num_tokens`.
+        """Give a new sequence the published blocks that `token_ids` begins with, and fresh blocks up to `num_tokens`.
 
-        from_files: what `read` has returned for it.
+        from_files: result of `read` for these ids.
         """
         matched, chain = self.index.match(token_ids, state.namespace)
         longest = max(len(token_ids) - 1, 0)
-        length, blocks = self._usable(matched, longest)
         num_needed = -(-num_tokens // self._block_size)
-        num_on_device = length
-        if self.tier is not None and self._load(
-            token_ids, state.namespace, matched, chain, length, num_needed, from_files
-        ):
-            matched, chain = self.index.match(token_ids, state.namespace)
-            length, blocks = self._usable(matched, longest)
-            state.num_loaded_tokens = length - num_on_device
-            self._counts.add("host_hit_tokens", state.num_loaded_tokens)
-        held = blocks
-        if len(self._tables) > 1:
-            held = [block for block in blocks if block]
-        fresh = max(0, num_needed - len(blocks) // len(self._tables))
-        if fresh * self._num_whole + len(held) > self.pool.num_free:
-            # Revived free blocks can no longer be handed out.
-            needed = fresh * self._num_whole + self.pool.count_cached(held)
-            if needed > self.pool.num_free >= num_needed * self._num_whole:
-                # A prefix also takes blocks of tables with a window; a new sequence takes those only when it writes.
-                # Keep the capacity that `can_allocate` has promised.
-                length, blocks, held, fresh = 0, [], [], num_needed
-            else:
-                self.pool.require(needed)
-        self.pool.share(held)
+        length, blocks, fresh = self._require(matched, longest, num_needed)
+        if self.tier is not None:
+            num_on_device = length
+            is_loaded = self._load(token_ids, state.namespace, matched, chain, length, num_needed, from_files)
+            if is_loaded:
+                matched, chain = self.index.match(token_ids, state.namespace)
+            # Also if nothing was loaded: a kind that made room for it may have evicted what this prefix needs.
+            length, blocks, fresh = self._require(matched, longest, num_needed)
+            if is_loaded:
+                state.num_loaded_tokens = length - num_on_device
+                self._counts.add("host_hit_tokens", state.num_loaded_tokens)
+        self.pool.share(blocks)
         state.blocks = (*blocks, *self.allocate(fresh))
         state.num_tokens = state.num_cached_tokens = state.num_written = length
         chain.cut(length, length // self._block_size, self._rollback)
         state.chain = chain
-        if self.recurrent is not None:
-            self.recurrent.begin(state, matched, len(token_ids))
+        for kind in self.kinds:
+            kind.begin(state, matched, len(token_ids))
         if length:
             self._counts.add("prefix_hits", 1)
             self._counts.add("prefix_hit_tokens", length)
         else:
             self._counts.add("prefix_misses", 1)
 
-    def _usable(self, matched: list[int], longest: int) -> tuple[int, list[int]]:
-        """Return the length of the usable prefix, at most `longest`, and its blocks of all tables.
+    def _require(self, matched: list[int], longest: int, num_needed: int) -> tuple[int, list[int], int]:
+        """Return the length of the prefix that a new sequence takes, its blocks, and the number of blocks to add.
 
-        A table with a window needs only the blocks that the next token sees.
+        num_needed: blocks of the first table that the sequence will take.
+
+        Raises:
+            OutOfBlocksError: the pool has too few free blocks.
         """
-        block_size, other_tables = self._block_size, self.index.other_tables
-        usable: list[int] | None = None
-        if self.recurrent is not None:
-            usable = self.recurrent.usable(matched, longest)
-        if other_tables is None or not matched:
-            if usable is not None:
-                matched = matched[: usable[-1]]
-            return min(len(matched) * block_size, longest), matched
-        rows = np.column_stack([matched, other_tables.rows[matched]])
-        count = self._longest(rows, longest, usable)
-        length = min(count * block_size, longest)
-        for column, table in enumerate(self._tables):
-            if column:
-                rows[: table.first_seen_block(length, block_size), column] = 0
+        length, blocks = self._usable(matched, longest)
+        fresh = max(0, num_needed - len(blocks) // len(self._tables))
+        if fresh * self._num_whole + len(blocks) > self.pool.num_free:
+            # A cached block that joins the new sequence can no longer be handed out, so it counts as needed.
+            needed = fresh * self._num_whole + self.pool.count_cached(blocks)
+            if needed > self.pool.num_free >= num_needed * self._num_whole:
+                # A prefix also takes blocks of tables with a window, which a new sequence takes only when it writes.
+                # Begin without the prefix, so that `allocate` succeeds whenever `can_allocate` said so.
+                return 0, [], num_needed
+            self.pool.require(needed)
+        return length, blocks, fresh
+
+    def _usable(self, matched: list[int], longest: int) -> tuple[int, list[int]]:
+        """Return the length of the usable prefix, at most `longest`, and its blocks of all tables."""
+        if self._takes_all or not matched:
+            return min(len(matched) * self._block_size, longest), matched
+        if len(self._tables) == 1:
+            count = self._longest(Match(np.ones((len(matched), 1), bool), matched, (), longest))
+            return min(count * self._block_size, longest), matched[:count]
+        rows = self.index.rows[matched]  # a copy
+        count = self._longest(Match(rows != 0, matched, (), longest))
+        length = min(count * self._block_size, longest)
+        self._drop_unseen(rows, length)
         return length, rows[:count].ravel().tolist()
 
-    def _longest(self, rows: NDArray[np.int64], longest: int, usable: Sequence[int] | None) -> int:
-        """Return the number of blocks of the longest usable prefix.
+    def _drop_unseen(self, rows: NDArray[Any], length: int) -> None:
+        """Clear what a sequence of this length does not need, in an array by position and table."""
+        for column in range(self._num_whole, len(self._tables)):
+            rows[: self._tables[column].first_seen_block(length, self._block_size), column] = 0
 
-        rows: blocks by position and table, 0 for a missing one. usable: possible numbers of blocks, None for all.
-        """
-        block_size, indices = self._block_size, np.arange(len(rows))
-        lengths = np.minimum(np.arange(len(rows) + 1) * block_size, longest)  # for each number of blocks
-        is_usable = np.ones(len(lengths), bool)
-        for column, table in enumerate(self._tables):
-            if column and table.sliding_window is not None:
-                last_gap = np.maximum.accumulate(np.where(rows[:, column], -1, indices))
-                first_seen = [table.first_seen_block(length, block_size) for length in lengths.tolist()[1:]]
-                is_usable[1:] &= last_gap < first_seen
-        if usable is not None:
-            is_usable &= np.isin(np.arange(len(lengths)), usable)
+    def _longest(self, match: Match) -> int:
+        """Return the number of blocks of the longest prefix that every kind can use."""
+        is_usable = np.ones(len(match.has_block) + 1, bool)
+        for kind in self.kinds:
+            of_kind = kind.usable(match)
+            if of_kind is not None:
+                is_usable &= of_kind
         return int(np.flatnonzero(is_usable)[-1])
 
     def _load(
@@ -157,60 +162,50 @@ class PrefixCache:
     ) -> bool:
         """Copy blocks that `token_ids` begins with from the tier to free blocks, and publish them.
 
-        matched, chain: from the index. num_usable: tokens that they are good for. num_needed: blocks of the first table
-        that the sequence will take. from_files: blocks for the tier.
+        matched, chain: published blocks found by the index. num_usable: length of the prefix that they give.
+        num_needed: blocks of the first table that the sequence will take. from_files: blocks to add to the tier first.
 
         Returns:
-            False if the tier has none that help, or the pool has no memory for them; then nothing changes.
+            False if the tier cannot extend the prefix or the pool has too few blocks; then no block changes.
         """
         assert self.tier is not None
-        size, num_tables, num_matched = self._block_size, len(self._tables), len(matched)
+        size, num_matched = self._block_size, len(matched)
         in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes)
         if from_files is not None:
             self.tier.keep(from_files, in_tier[in_tier != 0].tolist())
             in_tier, hashes = self.tier.find(token_ids, namespace, chain.hashes)
         self.tier.count(len(token_ids) - num_matched * size, is_hit=len(hashes) > num_matched)
-        rows = np.zeros((len(in_tier), num_tables), np.int64)
-        rows[:num_matched, 0] = matched
-        if self.index.other_tables is not None and matched:
-            rows[:num_matched, 1:] = self.index.other_tables.rows[matched]
-        longest = max(len(token_ids) - 1, 0)
-        usable: list[int] | None = None
-        if self.recurrent is not None and self.recurrent.tier is not None:
-            usable = self.recurrent.usable(matched, longest)
-            for end, hash_ in enumerate(hashes, 1):
-                if hash_ in self.recurrent.tier.entries and end * size <= longest:
-                    usable.append(end)
-        count = self._longest(rows + in_tier, longest, usable)
-        length = min(count * size, longest)
+        rows = np.zeros((len(in_tier), len(self._tables)), np.int64)
+        rows[:num_matched] = self.index.rows[matched]
+        match = Match((rows != 0) | (in_tier != 0), matched, hashes, max(len(token_ids) - 1, 0))
+        count = self._longest(match)
+        length = min(count * size, match.longest)
         if length <= num_usable:
             return False
         missing = (rows == 0) & (in_tier != 0)
         missing[count:] = False
-        for column, table in enumerate(self._tables):
-            missing[: table.first_seen_block(length, size), column] &= table.sliding_window is None or column == 0
+        self._drop_unseen(missing, length)
         places = np.argwhere(missing)
         held: list[int] = rows[:count].ravel().tolist()
         num_fresh = max(0, num_needed - count) * self._num_whole
         if len(places) + self.pool.count_cached(held) + num_fresh > self.pool.num_free:
             return False
-        loaded_state: tuple[int, HostState] | None = None
-        if self.recurrent is not None and not (count <= num_matched and matched[count - 1] in self.recurrent.snapshots):
-            loaded_state = self.recurrent.load(hashes[count - 1])
-            if loaded_state is None:
-                return False
-        self.pool.share(held)
-        sources = in_tier[missing].tolist()
-        self.tier.pool.share(sources)  # evicted blocks go to the tier, and must not replace them there
-        targets = self.pool.allocate(len(places))
-        self.overwrite(targets)
-        self.tier.load(sources, targets)
-        rows[missing] = targets
-        self._publish_loaded(rows[:count], num_matched, chain, token_ids, namespace)
-        if loaded_state is not None and self.recurrent is not None:
-            self.recurrent.keep_loaded(*loaded_state, int(rows[count - 1, 0]))
-        self.pool.release(held + targets)
-        return True
+        is_fetched = all(kind.fetch(match, count) for kind in self.kinds)
+        loaded: list[int] = []
+        if is_fetched:
+            self.pool.share(held)
+            sources = in_tier[missing].tolist()
+            self.tier.blocks.pool.share(sources)  # keep them: blocks evicted now go to the tier and could replace them
+            targets = self.pool.allocate(len(places))
+            self.overwrite(targets)
+            self.tier.load(sources, targets)
+            rows[missing] = targets
+            self._publish_loaded(rows[:count], num_matched, chain, token_ids, namespace)
+            self.pool.release(held + targets)
+            loaded = rows[:count, 0].tolist()
+        for kind in self.kinds:
+            kind.enter(loaded)
+        return is_fetched
 
     def _publish_loaded(
         self,
@@ -220,33 +215,31 @@ class PrefixCache:
         token_ids: list[int],
         namespace: Hashable,
     ) -> None:
-        """Publish the blocks of `rows` that are not yet, by position and table; `chain` is that of the others."""
+        """Publish the loaded blocks in `rows` (by position and table) behind the published `chain`."""
         num_tokens = len(rows) * self._block_size
         holder = SequenceState("", namespace, blocks=tuple(rows.ravel().tolist()), num_tokens=num_tokens)
         holder.chain = TokenChain(token_ids[:num_tokens], chain.hashes.copy(), chain.serials.copy())
         self.publish(holder)
-        other_tables = self.index.other_tables
-        if other_tables is None:
-            return
-        for first, *other_blocks in rows[:num_matched].tolist():
-            for column, other in enumerate(other_blocks):
-                if other and not other_tables.rows[first, column]:
-                    other_tables.add(other, first, column)
+        for row in rows[:num_matched].tolist():
+            self.index.complete(row[0], row)
 
     def commit(self, state: SequenceState, token_ids: list[int]) -> None:
-        """Publish the full blocks; `token_ids` are the known ids from position 0 on."""
+        """Publish the full blocks. `token_ids` are the known ids from position 0 on."""
         known, num_given = state.chain.ids, min(len(token_ids), state.num_tokens)
         num_known = len(known)
         if token_ids[: min(num_known, num_given)] != known[:num_given]:
-            raise InvalidInputError(f"token_ids: differ from those given before for {state.request_id!r}")
-        # Check the last, partial block; the others are checked when they are published.
-        pack(token_ids[num_given - num_given % self._block_size : num_given])
+            raise InvalidInputError(f"token_ids: differ from the ids given before for {state.seq_id!r}")
+        packed: PackedIds | None = None
+        if num_given > num_known:  # check all ids
+            end_of_blocks = num_given - num_given % self._block_size
+            packed = pack(token_ids[len(state.chain.serials) * self._block_size : end_of_blocks])
+            pack(token_ids[end_of_blocks:num_given])
         self._rollback.keep_end(known, num_known)
         known += token_ids[num_known:num_given]
-        self.publish(state)
+        self.publish(state, packed)
 
     def append(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]]) -> None:
-        """Record the ids at the last positions of sequences whose earlier ids are known; publish full blocks."""
+        """Note the newest ids of sequences whose earlier ids are known; publish full blocks."""
         chains = [state.chain for state in states]
         self._rollback.append((_cut_ids, chains, [len(chain.ids) for chain in chains]))
         ready = []
@@ -273,26 +266,25 @@ class PrefixCache:
             self._report(state, end - 1)
         return True
 
-    def publish(self, state: SequenceState) -> None:
-        """Publish the full blocks whose token ids are known and that are not published yet."""
+    def publish(self, state: SequenceState, packed: PackedIds | None = None) -> None:
+        """Publish the unpublished full blocks with known token ids. packed: the result of `pack` for them, if known."""
         chain, block_size = state.chain, self._block_size
         first, last = len(chain.serials), min(len(chain.ids), state.num_tokens) // block_size
         if last <= first or not self._is_enabled:
             return
         num_tables = len(self._tables)
         blocks = state.blocks[first * num_tables : last * num_tables : num_tables]
-        if 0 in blocks:  # freed behind the sliding window: the chain ends
+        if 0 in blocks:  # freed behind the sliding window, so the chain ends here
             return
         rows: list[tuple[int, ...]] = []
         if num_tables > 1:
             for start in range(first * num_tables, last * num_tables, num_tables):
-                rows.append(state.blocks[start + 1 : start + num_tables])
-        displaced = self.index.publish(blocks, chain, state.namespace, rows)
-        self.pool.unpublished(block for block, _ in displaced)
+                rows.append(state.blocks[start : start + num_tables])
+        displaced = self.index.publish(blocks, chain, state.namespace, rows, packed)
         self._report(state, first, displaced)
 
     def _report(self, state: SequenceState, first: int, displaced: Sequence[tuple[int, Hash]] = ()) -> None:
-        """Tell listeners that a sequence's blocks from `first` on were published, and others displaced."""
+        """Tell listeners that a sequence's blocks from `first` on were published, and which blocks they replaced."""
         if self._listeners.on_event:
             chain, block_size = state.chain, self._block_size
             hashes = tuple(chain.hashes[first:])
@@ -306,10 +298,6 @@ class PrefixCache:
 
     def share(self, giver: SequenceState, taker: SequenceState, num_blocks: int) -> None:
         """Implement `PagedKvCacheManager.share_prefix_blocks`."""
-        if self.recurrent is not None:
-            raise UnsupportedError(
-                "share_prefix_blocks: recurrent layers also need a state; fork, or let prefixes match"
-            )
         if giver is taker:
             raise InvalidInputError("target: the same sequence as source")
         if giver.namespace != taker.namespace:
@@ -320,22 +308,21 @@ class PrefixCache:
         if num_tokens > giver.num_tokens:
             full = giver.num_tokens // self._block_size
             raise InvalidInputError(f"num_blocks: {num_blocks}, expected at most the {full} full blocks of source")
-        num_tables = len(self._tables)
-        end = num_blocks * num_tables
+        for kind in self.kinds:
+            kind.check_share(giver, num_tokens)
+        end = num_blocks * len(self._tables)
         shared, dropped = giver.blocks[:end], taker.blocks[:end]
-        for index, table in enumerate(self._tables):
-            first = table.first_seen_block(num_tokens, self._block_size) if index else 0
-            if 0 in shared[first * num_tables + index :: num_tables]:
-                raise InvalidInputError("source: the first of these blocks lie behind its sliding window")
         taker.begin_change(self._rollback)
         self.pool.share(shared)
         self.pool.release(dropped)
         taker.blocks = shared + taker.blocks[end:]
         taker.num_tokens = taker.num_cached_tokens = taker.num_written = num_tokens
         taker.chain = giver.chain.copy(num_tokens, num_blocks)
+        for kind in self.kinds:
+            kind.fork(giver, taker)
 
     def withdraw(self, blocks: Sequence[int]) -> None:
-        """Make `blocks` unfindable."""
+        """Withdraw `blocks`, so that no new sequence finds them."""
         withdrawn = self.index.forget(blocks)
         if self._listeners.on_event:
             for _, hash_ in withdrawn:
@@ -343,42 +330,42 @@ class PrefixCache:
 
     def clear(self, states: Iterable[SequenceState]) -> None:
         """Withdraw all blocks; `states` are all live sequences."""
-        published = list(self.index.published)
-        self.index.forget(published)
-        self.pool.unpublished(published)
+        self.index.forget(list(self.index.published))
         if self.tier is not None:
             self.tier.clear()
-        if self.recurrent is not None and self.recurrent.tier is not None:
-            self.recurrent.tier.clear()
         for state in states:
             state.chain.cut(len(state.chain.ids), 0, self._rollback)
         if self._listeners.on_event:
             self._listeners.events.append(CacheCleared())
 
+    def _withdrawn(self, firsts: Sequence[int], blocks: Sequence[int]) -> None:
+        """Follow a withdrawal. firsts: blocks of the first table. blocks: all withdrawn blocks."""
+        self.pool.unpublished(blocks)
+        for kind in self.kinds:
+            kind.withdrawn(firsts)
+
     def overwrite(self, blocks: Sequence[int]) -> None:
-        """Prepare to write K/V to `blocks`: those that an earlier, failed call had evicted stay evicted."""
+        """Prepare to write K/V to `blocks`. If a call that failed had evicted some of them, they stay evicted."""
         self._rollback.keep_lost(self._drop_cached, blocks)
 
     def _drop_cached(self, blocks: Sequence[int]) -> None:
-        evicted = [block for block in blocks if block in self.pool.cached]
-        self._forget_evicted(evicted)
-        self.pool.unpublished(evicted)
+        self._forget_evicted([block for block in blocks if block in self.pool.cached])
 
     def close_tiers(self, timeout_s: float) -> None:
-        """Write free published blocks and those of the host to files, and use these no more."""
+        """Write free published blocks and the blocks of the host tier to files, then stop using files."""
         if self.tier is not None and self.tier.files is not None:
             self._store(list(self.pool.cached))
             self.tier.close(timeout_s)
 
     def _store(self, blocks: list[int]) -> None:
-        """Copy published blocks, and the states behind them, to the tier."""
+        """Copy published blocks and the states that follow them to the tier."""
         if self.tier is not None:
             self.tier.store(blocks)
-            if self.recurrent is not None:
-                firsts: dict[int, None] = {}
-                for first, _, _ in self.index.withdrawn_with(blocks):
-                    firsts[first] = None
-                self.recurrent.store(firsts)
+            firsts: dict[int, None] = {}
+            for first, _, _ in self.index.withdrawn_with(blocks):
+                firsts[first] = None
+            for kind in self.kinds:
+                kind.store(firsts)
 
     def _evict(self, blocks: list[int]) -> None:
         self._store(blocks)
@@ -387,7 +374,7 @@ class PrefixCache:
     def _forget_evicted(self, blocks: list[int]) -> None:
         num_cached = len(self.pool.cached)
         self.withdraw(blocks)
-        self._counts.add("evictions", len(blocks) + num_cached - len(self.pool.cached))  # with those that needed them
+        self._counts.add("evictions", num_cached - len(self.pool.cached))
 
 
 def _cut_ids(chains: Iterable[TokenChain], lengths: Iterable[int]) -> None:

@@ -1,120 +1,54 @@
-"""Writable capacity for sequences: new blocks at their ends, missing blocks, copies of shared blocks, and blocks behind
-a sliding window, which are freed.
-"""
+"""Writable capacity for sequences: adds blocks, copies shared blocks, ends their steps."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paged.cache.groups import CacheGroup
-from paged.cache.guard import CacheGuard, Rollback
+from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
-from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState, Undo
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import InvalidInputError
-from paged.metadata import HostMetadata, make_host_metadata
 from paged.seq_id import SeqId
+from paged.step.step import Step
 
 Span = tuple[SequenceState, int, int]
-"""A sequence, the first position to write, and the end of the positions to write."""
+"""Positions to write: sequence, first position, end."""
 
 _Need = tuple[SequenceState, list[int], list[int], int]
-"""A sequence; indices of shared or missing blocks that a span writes to; indices of published ones; number of blocks
-missing at its end."""
+"""Changes that make a span writable: sequence, indices of shared or missing blocks, indices of published blocks, number
+of blocks missing at the end."""
 
 
 class DecodeStep(NamedTuple):
-    """A step of one token for each sequence. The next one is made from it: more differs only where a block begins.
+    """A decode step (one token for each sequence), kept because the next one mostly differs by one position only.
 
     Attributes:
-        version: of the block tables after it.
-        targets: lengths of the sequences after it.
-        written: the blocks that the tokens were written to.
-        host: its metadata, without states.
+        version: version of the block tables after the step.
+        targets: lengths of the sequences after the step.
+        written: block of each sequence that the step wrote to.
+        positions, slot_mappings, seq_lens, cu_seqlens_q: metadata of the step.
     """
 
     version: int
     targets: list[int]
     written: list[int]
-    host: HostMetadata
-
-
-class SlidingWindow:
-    """Frees blocks that later tokens cannot see; does nothing without a window."""
-
-    def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
-        self._block_size, self._tables = config.block_size, config.tables
-        self._windows: list[tuple[int, CacheGroup]] = []
-        # For each table: its reach, and the index that its block -1 would have in `blocks`.
-        self._reaches: list[tuple[int, int]] = []
-        for index, table in enumerate(config.tables):
-            if table.sliding_window is not None:
-                self._windows.append((index, table))
-                self._reaches.append((table.reach, index - len(config.tables)))
-        self._rollback = rollback
-        self._pool = pool
-
-    def drop_unseen(self, states: Sequence[SequenceState]) -> None:
-        """Free blocks that lie behind the sliding window of every later token."""
-        block_size, step = self._block_size, len(self._tables)
-        for reach, before in self._reaches:
-            for state in states:
-                gone = state.num_tokens - reach
-                if gone >= block_size and state.blocks[gone // block_size * step + before]:
-                    self._drop(state)
-
-    def _drop(self, state: SequenceState) -> None:
-        blocks, step = state.blocks, len(self._tables)
-        dropped = []
-        for reach, before in self._reaches:
-            last = (state.num_tokens - reach) // self._block_size * step + before
-            while last >= 0 and blocks[last]:  # blocks before a freed one are all freed
-                dropped.append(last)
-                last -= step
-        state.keep(self._rollback)
-        kept = list(blocks)
-        for position in dropped:
-            kept[position] = 0
-        self._pool.release([blocks[position] for position in reversed(dropped)])
-        state.blocks = tuple(kept)
-
-    def check_room(self, state: SequenceState, target: int) -> None:
-        """Raise InvalidInputError if a table lacks a block between the length and `target`."""
-        first = state.num_tokens // self._block_size
-        for index, _ in self._windows:
-            if self._has_gap(state, index, first, target):
-                raise InvalidInputError(f"num_tokens: length {target}, but not all blocks before it are allocated")
-
-    def check_rollback(self, state: SequenceState, num_tokens: int) -> None:
-        """Raise InvalidInputError if a block that the token after `num_tokens` sees has been freed."""
-        for index, table in self._windows:
-            first = table.first_seen_block(num_tokens, self._block_size)
-            if self._has_gap(state, index, first, num_tokens):
-                raise InvalidInputError(f"num_tokens: {num_tokens}, but part of its sliding window has been freed")
-
-    def check_seen(self, state: SequenceState, index: int, start: int, end: int) -> None:
-        """Raise InvalidInputError if one of the positions start..end of a table has been freed."""
-        if start < end and self._has_gap(state, index, start // self._block_size, min(end, state.num_tokens)):
-            raise InvalidInputError(f"positions {start}..{end} of {state.request_id!r} lie behind its sliding window")
-
-    def _has_gap(self, state: SequenceState, index: int, first: int, num_tokens: int) -> bool:
-        """Return whether a table lacks a block from `first` on for one of the first `num_tokens`."""
-        step = len(self._tables)
-        return 0 in state.blocks[first * step + index : -(-num_tokens // self._block_size) * step : step]
+    positions: NDArray[np.int64]
+    slot_mappings: NDArray[np.int64]
+    seq_lens: NDArray[np.int32]
+    cu_seqlens_q: NDArray[np.int32]
 
 
 class KvSlotAllocator:
-    """Makes positions writable. The caller holds `guard`; the reservations made here also take it."""
+    """Makes positions writable. The caller holds `guard`. Reservations made here take it themselves."""
 
     def __init__(
         self,
@@ -122,19 +56,16 @@ class KvSlotAllocator:
         guard: CacheGuard,
         prefixes: PrefixCache,
         tensors: KvCacheTensors,
-        window: SlidingWindow,
         sequences: LiveSequences,
     ) -> None:
         self._block_size, self._num_tables = config.block_size, len(config.tables)
         self._max_seq_len = config.max_seq_len
-        self._has_windows = any(table.sliding_window is not None for table in config.tables)
         self._is_publishing = config.enable_prefix_cache
         self._guard = guard
         self._prefixes = prefixes
         self._index, self._pool = prefixes.index, prefixes.pool
         self._tensors = tensors
-        self._window = window
-        self._recurrent = prefixes.recurrent
+        self._kinds = prefixes.kinds
         self._sequences = sequences
         self._last_decodes: DecodeStep | None = None
 
@@ -142,7 +73,7 @@ class KvSlotAllocator:
         """Raise OutOfBlocksError unless every sequence could grow to its target length; takes no blocks."""
         self._pool.require(_blocks_needed(self._needs(_spans(states, targets))))
 
-    def fitting(self, handle: KvCacheHandle, limit: int, planned: Iterable[tuple[KvCacheHandle, int]]) -> int:
+    def fitting(self, handle: KvCacheHandle, limit: int, scheduled: Iterable[tuple[KvCacheHandle, int]]) -> int:
         """Implement `PagedKvCacheManager.fitting_tokens`."""
         state = self._sequences.state(handle)
         start, size = state.num_tokens, self._block_size
@@ -154,12 +85,12 @@ class KvSlotAllocator:
         if not num_needed:
             return limit
         spans = []
-        for other, count in planned:
+        for other, count in scheduled:
             spans.append((self._sequences.state(other), other.num_tokens, other.num_tokens + count))
         spare = self._pool.num_free - _blocks_needed(self._needs(spans))
         if num_needed <= spare:
             return limit
-        ends = range((start // size + 1) * size, start + limit, size)  # behind these, more blocks are needed
+        ends = range((start // size + 1) * size, start + limit, size)  # more blocks are needed only at a block boundary
         num_fitting = bisect_right(ends, spare, key=needed)
         if not num_fitting:
             return 0
@@ -168,47 +99,45 @@ class KvSlotAllocator:
     def reserve(
         self, states: Sequence[SequenceState], targets: Sequence[int], needs: Sequence[_Need] | None = None
     ) -> KvSlotReservation:
-        """Reserve capacity for every sequence up to its target length: for all of them or for none.
+        """Reserve capacity for every sequence up to its target length; for all sequences or for none.
 
-        needs: the changes that make room, if they are known.
+        needs: result of `_needs`, if it is known.
         """
         if needs is None:
             needs = self._needs(self._unready(states, targets))
+        plans = [kind.require(states, targets) for kind in self._kinds]
         undo: dict[SeqId, Undo] = {}
         if needs:
             undo = self._make_room(needs)
         for state in states:
             if state.reservation is not None:
                 state.reservation.settle(state)
-        if self._recurrent is not None:
-            self._recurrent.reserve(states, targets)
-        steps = () if self._recurrent is None else (self._recurrent.drop_steps,)
-        reservation = KvSlotReservation(self._guard, self._pool, states, targets, undo, self._on_commit, *steps)
+        for kind, plan in zip(self._kinds, plans, strict=True):
+            kind.reserve(states, targets, plan)
+        reservation = KvSlotReservation(self._guard, self._pool, states, targets, undo, self.arrive, self._cancel)
         self._guard.give_up_by(reservation.rollback)
         return reservation
 
-    def reserve_step(
-        self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool
-    ) -> tuple[KvSlotReservation, HostMetadata]:
-        """Implement `PagedKvCacheManager.reserve_step`. any_swapped: whether any sequence is swapped out."""
-        states = self._sequences.of_step(handles, any_swapped=any_swapped)
+    def reserve_for(self, step: Step, *, any_swapped: bool) -> None:
+        """Implement `PagedKvCacheManager.reserve_for`. any_swapped: whether the cache has swapped sequences."""
+        states = self._sequences.of_step(step.handles, any_swapped=any_swapped)
         starts = [state.num_tokens for state in states]
+        counts = step.counts
         targets = list(map(add, starts, counts))
         if self._max_seq_len is not None:
             self._sequences.check_length(max(targets, default=0))
         if self._num_tables == 1 and counts.count(1) == len(counts):
-            return self._reserve_decodes(states, starts, targets)
-        reservation = self.reserve(states, targets)
-        return reservation, self._metadata(states, np.array(starts, np.int64), np.array(counts, np.int64))
+            self._reserve_decodes(step, states, starts, targets)
+            return
+        step.reservation = self.reserve(states, targets)
+        self._place(step, states, np.array(starts, np.int64), np.array(counts, np.int64))
 
-    def _reserve_decodes(
-        self, states: list[SequenceState], starts: list[int], targets: list[int]
-    ) -> tuple[KvSlotReservation, HostMetadata]:
-        """Reserve one more token of each sequence in a cache of one table, as `reserve_step`."""
+    def _reserve_decodes(self, step: Step, states: list[SequenceState], starts: list[int], targets: list[int]) -> None:
+        """Reserve one more token of each sequence in a cache of one table; a fast path of `reserve_for`."""
         tables, block_size, last = self._sequences.tables, self._block_size, self._last_decodes
         tables.update(states)
         if last is not None and last.version == tables.version and last.targets == starts:
-            positions = last.host.positions + 1
+            positions = last.positions + 1
             begins = (positions % block_size == 0).nonzero()[0].tolist()
             written = last.written.copy()
         else:
@@ -217,28 +146,36 @@ class KvSlotAllocator:
             written = [0] * len(states)
         for row in begins:
             index, blocks = starts[row] // block_size, states[row].blocks
-            written[row] = blocks[index] if index < len(blocks) else 0  # 0: there is none yet
+            written[row] = blocks[index] if index < len(blocks) else 0  # 0: the block is not allocated yet
         needs: list[_Need] = []
         if not (self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written)):
             needs = self._needs(_spans(states, targets))
             last, begins = None, list(range(len(states)))
         elif 0 in written:
             needs = [(states[row], [], [], 1) for row in begins if not written[row]]
-        reservation = self.reserve(states, targets, needs)
+        step.reservation = self.reserve(states, targets, needs)
         table = tables.gather([need[0] for need in needs])
         for row in begins:
             written[row] = states[row].blocks[starts[row] // block_size]
         if last is None:
-            host = make_host_metadata(positions, None, table, block_size)
-        else:
-            host = last.host.after_one(positions, table, max_seqlen_k=max(targets, default=0))
+            step.place(positions, None, table, block_size)
+        else:  # one position further: a third of the time of `place`
+            step.positions = positions
+            step.slot_mappings = last.slot_mappings + 1
             for row in begins:
-                host.slot_mappings[0, row] = written[row] * block_size
-        self._last_decodes = DecodeStep(tables.version, targets, written, host)
-        return reservation, self._with_states(host, states)
+                step.slot_mappings[0, row] = written[row] * block_size
+            step.seq_lens = last.seq_lens + np.int32(1)
+            step.cu_seqlens_q = last.cu_seqlens_q
+            step.block_tables = table
+            step.max_seqlen_q = 1
+            step.max_seqlen_k = max(targets, default=0)
+        self._last_decodes = DecodeStep(
+            tables.version, targets, written, positions, step.slot_mappings, step.seq_lens, step.cu_seqlens_q
+        )
+        self._ask_kinds(step, states)
 
-    def ready_step(self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool) -> HostMetadata:
-        """Return the metadata of a step that sequences have capacity for; see `PagedKvCacheManager.build_metadata`."""
+    def ready_step(self, handles: list[KvCacheHandle], counts: list[int], *, any_swapped: bool) -> Step:
+        """Return a step within the sequences' capacity, without tokens; see `PagedKvCacheManager.build_metadata`."""
         states = self._sequences.of_step(handles, any_swapped=any_swapped)
         query_lens = self._sequences.query_lens(counts)
         lengths = np.array([state.num_tokens for state in states], np.int64)
@@ -248,23 +185,26 @@ class KvSlotAllocator:
             unready = self._unready(states, targets)
             for state, start, target in unready:
                 if target > len(state.blocks) // self._num_tables * self._block_size:
-                    lacking = f"{state.request_id!r} has no capacity for {target - start} more tokens"
+                    lacking = f"{state.seq_id!r} has no capacity for {target - start} more tokens"
                     raise InvalidInputError(f"items: {lacking}")
+            for kind in self._kinds:
+                kind.check_step(states, targets)
             self.make_exclusive(unready)
-        return self._metadata(states, lengths, query_lens)
+        step = Step(handles, counts)
+        self._place(step, states, lengths, query_lens)
+        return step
 
-    def _metadata(
-        self, states: list[SequenceState], lengths: NDArray[np.int64], query_lens: NDArray[np.int64]
-    ) -> HostMetadata:
-        table = self._sequences.tables.gather(states)
-        return self._with_states(make_host_metadata(lengths, query_lens, table, self._block_size), states)
+    def _place(
+        self, step: Step, states: list[SequenceState], lengths: NDArray[np.int64], query_lens: NDArray[np.int64]
+    ) -> None:
+        """Fill in where the new tokens of a step lie."""
+        step.place(lengths, query_lens, self._sequences.tables.gather(states), self._block_size)
+        self._ask_kinds(step, states)
 
-    def _with_states(self, host: HostMetadata, states: list[SequenceState]) -> HostMetadata:
-        """Return the metadata with the slots of recurrent layers, if there are some."""
-        if self._recurrent is None:
-            return host
-        arrays = self._recurrent.arrays(states, host.seq_lens.tolist())
-        return replace(host, states=arrays, max_append=self._recurrent.spec.max_append)
+    def _ask_kinds(self, step: Step, states: list[SequenceState]) -> None:
+        """Fill in what the layers of each kind read."""
+        for kind in self._kinds:
+            kind.fill(step, states)
 
     def make_exclusive(self, spans: Sequence[Span]) -> None:
         """Make the spans writable: copy shared blocks, withdraw published ones."""
@@ -274,13 +214,13 @@ class KvSlotAllocator:
                 self._pool.release(list(undo.replaced.values()))
 
     def _unready(self, states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:
-        """Return spans from lengths to targets that may need a change; others are writable.
+        """Return the spans from length to target that may need a change; all others are writable.
 
-        Only the block that contains the length can be shared or published: later blocks hold no tokens.
+        Only the block that contains the length can be shared or published, because later blocks hold no tokens.
         """
         block_size, num_tables = self._block_size, self._num_tables
         without_room: list[Span] = []
-        written: list[int] = []  # checking the blocks of all spans at once takes a fifth of the time
+        written: list[int] = []  # checking all spans at once takes a fifth of the time
         for state, target in zip(states, targets, strict=True):
             start, blocks = state.num_tokens, state.blocks
             if target > start:
@@ -288,14 +228,14 @@ class KvSlotAllocator:
                     without_room.append((state, start, target))
                 elif num_tables == 1:
                     written.append(blocks[start // block_size])
-                else:  # a block behind a window may be missing
+                else:  # a table with a window may lack blocks
                     written += blocks[start // block_size * num_tables : -(-target // block_size) * num_tables]
         if 0 not in written and self._pool.shared.isdisjoint(written) and self._index.published.isdisjoint(written):
             return without_room
         return _spans(states, targets)
 
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
-        """Return the changes that make the spans writable; sequences that are ready are left out."""
+        """Return the changes that make the spans writable; sequences that need none are left out."""
         shared_blocks, published = self._pool.shared, self._index.published
         needs = []
         for state, start, end in spans:
@@ -308,7 +248,8 @@ class KvSlotAllocator:
             replaced: list[int] = []
             stale: list[int] = []
             for i in range(start // self._block_size * self._num_tables, min(last, num_blocks)):
-                if blocks[i] in shared_blocks or (not blocks[i] and i >= written):  # earlier ones are behind a window
+                # A block that is missing before `written` lies behind a window.
+                if blocks[i] in shared_blocks or (not blocks[i] and i >= written):
                     replaced.append(i)
                 elif blocks[i] in published:
                     stale.append(i)
@@ -317,9 +258,9 @@ class KvSlotAllocator:
         return needs
 
     def _make_room(self, needs: Sequence[_Need]) -> dict[SeqId, Undo]:
-        """Extend sequences, copy shared blocks, and withdraw published ones.
+        """Extend sequences, copy shared blocks, and withdraw published blocks.
 
-        Returns data to undo this for each changed sequence. The caller owns the references to replaced blocks.
+        Returns an `Undo` for each changed sequence. The caller owns the references to replaced blocks.
         """
         rollback, num_tables = self._guard.rollback, self._num_tables
         new_blocks = self._pool.allocate(_blocks_needed(needs))
@@ -330,7 +271,7 @@ class KvSlotAllocator:
             blocks_before = state.blocks
             if replaced or stale:
                 self._prefixes.withdraw([blocks_before[index] for index in stale])
-                # Neither copies nor blocks to be written are published: the chain continues before them.
+                # End the chain before the first block that changes: a block to be written, or one replaced by a copy.
                 state.chain.cut(len(state.chain.ids), min([*replaced, *stale]) // num_tables, rollback)
             if replaced or num_missing:
                 blocks = list(blocks_before)
@@ -343,7 +284,7 @@ class KvSlotAllocator:
                     num_used += 1
                 blocks += new_blocks[num_used : num_used + num_missing]
                 num_used += num_missing
-                undo[state.request_id] = Undo(len(blocks_before), state.num_written, originals)
+                undo[state.seq_id] = Undo(len(blocks_before), state.num_written, originals)
                 rollback.append((setattr, state, "blocks", blocks_before))
                 state.blocks = tuple(blocks)
         if copies:
@@ -352,15 +293,35 @@ class KvSlotAllocator:
             self._guard.counts.add("cow_copies", len(copies))
         return undo
 
-    def _on_commit(self, states: Sequence[SequenceState], token_ids: Sequence[list[int]] | None) -> None:
-        """Publish full blocks after a commit, before blocks behind the window are freed."""
-        inside = [] if self._recurrent is None else self._recurrent.commit(states)
+    def arrive(
+        self,
+        states: Sequence[SequenceState],
+        targets: Sequence[int],
+        token_ids: Sequence[list[int]] | None = None,
+    ) -> None:
+        """Note that sequences hold tokens up to their targets. Every call that says so ends here.
+
+        token_ids: newest ids of each sequence. Full blocks with known ids are published.
+        """
+        for state, target in zip(states, targets, strict=True):
+            state.num_tokens = target
+        for kind in self._kinds:
+            kind.commit(states)
         if token_ids is not None and self._is_publishing:
             self._prefixes.append(states, token_ids)
-        if self._recurrent is not None:
-            self._recurrent.keep(inside, states)
-        if self._has_windows:
-            self._window.drop_unseen(states)
+        self.keep(states)
+        for kind in self._kinds:
+            kind.drop(states)
+
+    def keep(self, states: Sequence[SequenceState]) -> None:
+        """Keep what later hits need, after blocks of the sequences may have been published."""
+        for kind in self._kinds:
+            kind.keep(states)
+
+    def _cancel(self, states: Sequence[SequenceState]) -> None:
+        """Drop the steps of sequences whose lengths stay."""
+        for kind in self._kinds:
+            kind.cancel(states)
 
 
 def _spans(states: Sequence[SequenceState], targets: Sequence[int]) -> list[Span]:

@@ -1,4 +1,4 @@
-"""Capacity reserved for a batch until its forward succeeds or fails, and the state of sequences."""
+"""Capacity reserved for a batch until its forward succeeds or fails, and the state of a sequence."""
 
 from __future__ import annotations
 
@@ -8,50 +8,17 @@ from dataclasses import dataclass, field
 from itertools import chain, compress
 from operator import sub
 from types import NoneType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from paged.cache.guard import CacheGuard, Rollback
 from paged.cache.pool import BlockPool
 from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.seq_id import SeqId
 from paged.token_ids import as_token_ids
 
-
-class StateStep(NamedTuple):
-    """A step of one sequence that has been reserved and not committed.
-
-    Attributes:
-        start, num_tokens: position of the step's first token, and number of tokens.
-        read: slot with the state at `start`; -1 if the sequence begins.
-        write: slot that holds the state after the step; `read` if its tokens are appended to the ring there.
-        cursor: ring tokens in `read` before `start`.
-        snapshot, snapshot_len: slot for the state after that many tokens of the sequence; -1 for none.
-    """
-
-    start: int
-    num_tokens: int
-    read: int
-    write: int
-    cursor: int
-    snapshot: int
-    snapshot_len: int
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether it writes the slot that it reads."""
-        return self.read == self.write
-
-    @property
-    def own_slots(self) -> tuple[int, int]:
-        """Slots that the step holds beside its sequence's: the written one and the snapshot's, 0 for none."""
-        return 0 if self.is_in_place else self.write, max(self.snapshot, 0)
-
-
-_KEPT = """blocks num_tokens num_cached_tokens num_written is_valid reservation chain host_blocks slot host_slot step
-    passed rolling""".split()
-
+_KEPT = "blocks num_tokens num_cached_tokens num_written is_valid reservation chain host_blocks".split()
 
 _NOT_COMMITTED = (
     "the reservation ends without commit() or rollback(): its sequences keep the blocks, and their lengths are still 0"
@@ -60,27 +27,21 @@ _NOT_COMMITTED = (
 
 @dataclass(eq=False, slots=True)
 class SequenceState:
-    """The manager's state of one sequence; callers see it through a KvCacheHandle.
+    """State of one sequence in the manager; callers see it through a KvCacheHandle.
 
     Attributes:
-        blocks: ids, the first of every table, then the second of every table; 0 if a table has no block there.
-            Replaced, never changed in place, so that an old value can be kept for a rollback.
-        num_written: positions below it were written by write_kv, without a gap after num_tokens.
+        blocks: block ids, the first of every table, then the second of every table; 0 if a table lacks the block.
+            The tuple is replaced, never changed, so that a rollback can keep the old value.
+        num_written: end of the positions that `write_kv` has written without a gap after num_tokens.
         chain: known token ids and their published blocks.
-        num_loaded_tokens: those of num_cached_tokens whose K/V a tier had.
-        host_blocks: while swapped out, host blocks by index in `blocks`, which is 0 there.
-        row, row_blocks: the sequence's row in the manager's table, -1 for none, and the blocks stored in it; None if it
-            may hold anything.
-        slot, host_slot: of recurrent layers, with the state of `num_tokens` tokens; 0 for none. `host_slot` is set
-            while swapped out, unless `slot` is shared and stays on the device.
-        step: what an open reservation has planned for the recurrent layers.
-        prompt_len: tokens of the prompt of recurrent layers, 0 if unknown.
-        junction: position where the prompt parted from published blocks without a snapshot, 0 for none.
-        passed: last boundary at which the state was kept, or could have been.
-        rolling: such a boundary behind the prompt whose snapshot goes when the next one is kept; 0 for none.
+        num_loaded_tokens: number of cached tokens whose K/V came from a tier.
+        host_blocks: while swapped out, host block by index in `blocks`; `blocks` is 0 at these indices.
+        row, row_blocks: the sequence's row in `BlockTables`, -1 for none, and the blocks stored in the row; None if
+            they are unknown.
+        parts: record by kind, see `Kind.put`.
     """
 
-    request_id: SeqId
+    seq_id: SeqId
     namespace: Hashable
     blocks: tuple[int, ...] = ()
     num_tokens: int = 0
@@ -93,20 +54,14 @@ class SequenceState:
     host_blocks: dict[int, int] | None = None
     row: int = -1
     row_blocks: tuple[int, ...] | None = ()
-    slot: int = 0
-    host_slot: int = 0
-    step: StateStep | None = None
-    prompt_len: int = 0
-    junction: int = 0
-    passed: int = 0
-    rolling: int = 0
+    parts: dict[object, Any] = field(default_factory=dict)
 
     def keep(self, rollback: Rollback) -> None:
-        """Save all fields for a rollback, except the row; the chain's lists save themselves."""
+        """Save all fields for a rollback, except the row. The chain and the kinds save their own changes."""
         rollback.keep_fields(self, _KEPT)
 
     def begin_change(self, rollback: Rollback) -> None:
-        """Save the state for a rollback before a call changes it, and take the sequence out of an open reservation."""
+        """Save the state for a rollback before a change, and take the sequence out of an open reservation."""
         self.keep(rollback)
         if self.reservation is not None:
             self.reservation.settle(self)
@@ -117,8 +72,8 @@ class Undo:
     """Data to undo a reservation's changes of one sequence.
 
     Attributes:
-        replaced: shared blocks by index in `blocks`, where their copies are now; 0 if there was none. The reservation
-            holds their references.
+        replaced: blocks that copies have replaced, by index in `blocks`; 0 if a missing block was added. The
+            reservation holds their references.
     """
 
     num_blocks: int
@@ -127,11 +82,12 @@ class Undo:
 
 
 class KvSlotReservation:
-    """Capacity reserved for a whole batch, as a context manager.
+    """Context manager for the capacity of a whole batch.
 
-    `commit()` sets every sequence to its target length. `rollback()`, or an exception in the `with` body, frees the
-    capacity and undoes copies. If the body ends without either, capacity is kept and lengths do not change. If another
-    call changes a sequence meanwhile, the sequence keeps its capacity, and commit and rollback skip it.
+    It ends in one of two ways. `commit()` sets every sequence to its target length. `rollback()`, or an exception in
+    the `with` body, frees the capacity and undoes copies. If the body ends without either, it ends as by `leave()`, a
+    commit of no tokens: sequences keep the capacity and their old lengths. If another call changes a sequence
+    meanwhile, the reservation ends for this sequence as by `leave()`, and commit and rollback skip it.
     """
 
     def __init__(
@@ -141,21 +97,21 @@ class KvSlotReservation:
         states: Sequence[SequenceState],
         targets: Sequence[int],
         undo: dict[SeqId, Undo],
-        on_commit: Callable[[Sequence[SequenceState], Sequence[list[int]] | None], None],
-        drop_steps: Callable[[Iterable[SequenceState]], None] = lambda states: None,
+        on_commit: Callable[[Sequence[SequenceState], Sequence[int], Sequence[list[int]] | None], None],
+        on_cancel: Callable[[Sequence[SequenceState]], None],
     ) -> None:
-        """drop_steps: gives back the slots that recurrent layers' steps would have written."""
+        """on_commit: `KvSlotAllocator.arrive`. on_cancel: called with sequences whose step ends without tokens."""
         self._guard = guard
         self._pool = pool
         self._states = states
         self._targets = targets
         self._undo = undo
         self._on_commit = on_commit
-        self._drop_steps = drop_steps
+        self._on_cancel = on_cancel
         self._is_open = True
-        self._is_whole = True  # all sequences grow by it, and no other call has changed one of them since
+        self._is_whole = True  # whether all sequences grow, and no other call has changed one since
         self._starts = [state.num_tokens for state in states]
-        guard.rollback.append((self._abandon,))
+        guard.rollback.append((self._restore, states, None, self._starts, {}, False, False))
         for state, target in zip(states, targets, strict=True):
             if target > state.num_tokens:
                 state.reservation = self
@@ -164,31 +120,31 @@ class KvSlotReservation:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can still be committed or rolled back."""
+        """Whether the reservation can still be committed or rolled back."""
         return self._is_open
 
     @property
     def kept_blocks(self) -> list[int]:
-        """Shared blocks that copies have replaced, kept for a rollback."""
+        """Shared blocks that copies have replaced, kept for `rollback`."""
         kept: list[int] = []
         for undo in self._undo.values():
             kept += filter(None, undo.replaced.values())
         return kept
 
     def covers(self, states: Sequence[SequenceState], targets: Sequence[int]) -> bool:
-        """Return whether it reserves exactly these lengths for these sequences, and none has changed since."""
+        """Return whether it reserves exactly these lengths for these sequences, and no sequence has changed since."""
         return self._is_whole and states == self._states and targets == self._targets
 
     def commit(self, token_ids: Iterable[Iterable[int] | None] | None = None) -> None:
         """Set every sequence to its target length; the caller has written the K/V up to there.
 
         Args:
-            token_ids: ids of each sequence's new tokens, in the order of the requests; None where they are not known
-                yet, see `PagedKvCacheManager.append_tokens`. If known, full blocks are published.
+            token_ids: for each request, the ids of its new tokens, or None if they are not known yet (pass them to
+                `PagedKvCacheManager.append_tokens` later). Full blocks with known ids are published.
 
-        Raises:
-            InvalidInputError: the reservation is closed, or `token_ids` are not integers of 32 bits, one list per
-                sequence with as many ids as it has new tokens. The reservation does not change.
+            Raises:
+                InvalidInputError: the reservation is closed, or `token_ids` is not one list per sequence with one
+                    integer of 32 bits for each new token. The reservation does not change.
         """
         new_ids: list[list[int]] | None = None
         if token_ids is not None:
@@ -202,17 +158,15 @@ class KvSlotReservation:
                 grown, targets = list(compress(grown, is_ours)), list(compress(targets, is_ours))
                 if new_ids is not None:
                     new_ids = list(compress(new_ids, is_ours))
-            self._close()
-            for state, target in zip(grown, targets, strict=True):
-                state.num_tokens = target
-            self._on_commit(grown, new_ids)
+            self._end(grown, is_open=False)
+            self._on_commit(grown, targets, new_ids)
 
     def rollback(self) -> None:
-        """Restore blocks, reference counts and lengths from before the reservation; does nothing if it is closed."""
+        """Restore blocks, reference counts and lengths from before the reservation; do nothing if it is closed."""
         with self._guard:
             ours = self._ours()
             for state in ours:
-                undo = self._undo.get(state.request_id)
+                undo = self._undo.get(state.seq_id)
                 if undo is None:
                     continue
                 state.keep(self._guard.rollback)
@@ -224,53 +178,52 @@ class KvSlotReservation:
                 state.blocks = tuple(blocks[: undo.num_blocks])
                 state.num_written = undo.num_written
                 self._pool.release(dropped)
-            self._drop_steps(ours)
-            self._close(is_released=False)
+            self._on_cancel(ours)
+            self._end(ours, is_open=False, is_released=False)
 
     def leave(self) -> None:
-        """Close the reservation but keep the capacity; lengths do not change. Does nothing if it is closed."""
+        """End as by a commit of no tokens; do nothing if it is closed."""
         with self._guard:
-            self._drop_steps(self._ours())
-            self._close()
+            ours = self._ours()
+            self._on_cancel(ours)
+            self._end(ours, is_open=False)
 
     def settle(self, state: SequenceState) -> None:
-        """Take one sequence out of the reservation; it keeps its capacity and its length."""
-        self._keep([state], [state.num_tokens])
-        self._drop_steps([state])
-        state.reservation = None
-        self._is_whole = False
-        if state.request_id in self._undo:
-            self._undo = self._undo.copy()
-            self._pool.release(list(self._undo.pop(state.request_id).replaced.values()))
+        """End for one sequence as by a commit of no tokens."""
+        self._on_cancel([state])
+        self._end([state], is_open=True)
 
     def _ours(self) -> list[SequenceState]:
-        """Return the sequences that are in the reservation."""
+        """Return the sequences that are still in the reservation."""
         return [state for state in self._states if state.reservation is self]
 
-    def _close(self, *, is_released: bool = True) -> None:
-        """is_released: whether to release the blocks that copies have replaced."""
+    def _end(self, states: Sequence[SequenceState], *, is_open: bool, is_released: bool = True) -> None:
+        """Take sequences out of the reservation.
+
+        is_open: whether it stays open for the others; if not, `states` are all its sequences. is_released: whether to
+        release the blocks that copies have replaced.
+        """
         if not self._is_open:
             return
-        ours, starts = self._states, self._starts
-        if not self._is_whole:
-            ours = self._ours()
-            starts = [state.num_tokens for state in ours]
-        self._keep(ours, starts)
-        for state in ours:
-            state.reservation = None
-        for undo in self._undo.values():
-            # Rare; 16 calls that release nothing take 2 % of a decode step of 256 sequences.
-            if is_released and undo.replaced:
-                self._pool.release(list(undo.replaced.values()))
+        starts = self._starts
+        if not self._is_whole or is_open:
+            starts = [state.num_tokens for state in states]
+        undo = self._undo
+        self._guard.rollback.append((self._restore, states, self, starts, undo, True, self._is_whole))
         self._undo = {}
-        self._is_open = self._is_whole = False
-
-    def _keep(self, states: Sequence[SequenceState], lengths: Sequence[int]) -> None:
-        """Record for a rollback that `states`, with these lengths, were in the reservation."""
-        self._guard.rollback.append((self._reopen, states, lengths, self._undo, self._is_whole))
+        if is_open:
+            self._undo = undo.copy()
+            undo = {state.seq_id: self._undo.pop(state.seq_id) for state in states if state.seq_id in undo}
+        for state in states:
+            state.reservation = None
+        for undone in undo.values():
+            # Skip empty releases: they would take 2 % of a large decode step.
+            if is_released and undone.replaced:
+                self._pool.release(list(undone.replaced.values()))
+        self._is_open, self._is_whole = is_open, False
 
     def _new_ids(self, token_ids: Iterable[Iterable[int] | None]) -> list[list[int]]:
-        """Return `token_ids` as checked lists, empty for those that are not known."""
+        """Return `token_ids` as checked lists, empty where ids are not known."""
         try:
             rows: list[Any] = list(token_ids)
         except MemoryError:
@@ -285,7 +238,7 @@ class KvSlotReservation:
                     rows[index] = []
                     if index < len(counts):
                         counts[index] = 0
-        # Check the ids of all lists at once: a decode step has hundreds with one id each.
+        # Check the ids of all lists at once, because a decode step has hundreds of lists with one id.
         if not kinds <= {list, NoneType}:
             rows = [as_token_ids("token_ids", row) for row in rows]
         flat = rows[0] if len(rows) == 1 else list(chain.from_iterable(rows))
@@ -298,20 +251,19 @@ class KvSlotReservation:
         pack(flat)
         return rows
 
-    def _abandon(self) -> None:
-        """Undo the reservation while it is being made."""
-        self._undo = {}
-        self._is_open = self._is_whole = False
-        for state in self._states:
-            if state.reservation is self:
-                state.reservation = None
-
-    def _reopen(
-        self, states: Iterable[SequenceState], lengths: Iterable[int], undo: dict[SeqId, Undo], is_whole: bool
+    def _restore(
+        self,
+        states: Iterable[SequenceState],
+        reservation: KvSlotReservation | None,
+        lengths: Iterable[int],
+        undo: dict[SeqId, Undo],
+        is_open: bool,
+        is_whole: bool,
     ) -> None:
+        """Restore the reservation as it was when `states` were or were not in it, in a call that fails."""
         for state, length in zip(states, lengths, strict=True):
-            state.reservation, state.num_tokens = self, length
-        self._undo, self._is_open, self._is_whole = undo, True, is_whole
+            state.reservation, state.num_tokens = reservation, length
+        self._undo, self._is_open, self._is_whole = undo, is_open, is_whole
 
     def __enter__(self) -> KvSlotReservation:
         return self

@@ -1,4 +1,4 @@
-"""The cache's memory: K and V, states of recurrent layers, and pinned host memory for swapped blocks."""
+"""Memory of the cache: K and V, states of recurrent layers, pinned host memory for swapped blocks."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from paged.cache.guard import Rollback
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.errors import InvalidInputError, ModelAsleepError
 from paged.kernels.cache.copy_blocks import BlockCopy
-from paged.kernels.cache.torch_ops.reshape_and_cache import cast_to_cache
-from paged.kernels.common.checks import check_is_tensor, check_shape
-from paged.kernels.common.device import default_device
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.core.checks import check_is_tensor, check_shape
+from paged.kernels.core.device import default_device
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.kernels.core.errors import as_int, shown
 from paged.kernels.recurrent.metadata import RecurrentState
-from paged.staging import to_device
+from paged.step.staging import to_device
 
-# Largest transfer. 64 MB take 1.2 ms on PCIe 5 (55 GB/s), much more than the kernel's 40 us (read and written at 3.3
-# TB/s) and a copy's start, 10 us. A second buffer to hide these would gain 4 %.
+# Bytes of the largest transfer. A second buffer would hide the gather kernel behind it, but save only 4 % of the time,
+# see limits.md.
 _STAGED_BYTES = 64 << 20
 
 
 class HostBlocks:
-    """Pinned memory for blocks, each with its part of every cache side by side, so that neighbours move in one copy.
+    """Pinned host memory for blocks. Each block has its parts of all caches side by side, so it moves in one copy.
 
-    On the device a kernel gathers blocks into staging memory, or scatters them from it, in chunks. On a CPU they move
-    directly. All work is on its own stream, and the host does not wait. The kernels run after all earlier work of the
-    current stream and before all later work; later work does not wait for the copies to the host. A call that fails has
+    On a GPU, a kernel gathers blocks into staging memory or scatters them from there, in chunks. On a CPU, blocks move
+    directly. All work runs on a separate stream, and the host does not wait. The kernels run after all earlier and
+    before all later work of the current stream. Later work does not wait for copies to the host. A call that fails has
     written only to its targets.
     """
 
     def __init__(self, caches: torch.Tensor, num_blocks: int) -> None:
-        """caches: contiguous [num_caches, blocks on the device, ...]; num_blocks: on the host, from 1 on."""
+        """caches: contiguous [num_caches, device blocks, ...]. num_blocks: number of host blocks, with ids from 1."""
         caches = caches.view(torch.uint8).flatten(2)
         self._device = caches.device
         shape = caches.shape[0], caches.shape[2]
         is_pinned = caches.is_cuda and num_blocks > 0
         self._host = torch.empty((num_blocks + 1, *shape), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self._stream = torch.cuda.Stream(self._device) if caches.is_cuda else None
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():  # tells the allocator the stream
+        # Allocate on the copy stream, because the allocator reuses memory on the stream that allocated it.
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             self._staged = self._host
             if caches.is_cuda:
                 length = min(num_blocks, max(1, _STAGED_BYTES // self._host[0].nbytes))
@@ -55,10 +56,10 @@ class HostBlocks:
             self._gather = BlockCopy(caches.unbind(), self._staged.unbind(1))
             self._scatter = BlockCopy(self._staged.unbind(1), caches.unbind())
 
-    def bind(self) -> None:
-        """Take the caches' addresses again, after their memory has moved."""
-        self._gather.bind()
-        self._scatter.bind()
+    def read_addresses(self) -> None:
+        """Read the caches' addresses again, after their memory has moved."""
+        self._gather.read_addresses()
+        self._scatter.read_addresses()
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device block to host block for every pair."""
@@ -90,19 +91,19 @@ class HostBlocks:
         return self._host[0].nbytes
 
     def read(self, block: int) -> bytes:
-        """Return a copy of a host block; waits for copies that run."""
+        """Return a copy of a host block, after waiting for running copies."""
         if self._stream is not None:
             self._stream.synchronize()
         return self._host[block].numpy().tobytes()
 
     def write(self, block: int, data: bytes | memoryview) -> None:
-        """Fill a host block; waits for copies that run."""
+        """Fill a host block, after waiting for running copies."""
         if self._stream is not None:
             self._stream.synchronize()
         self._host[block].numpy().ravel()[:] = np.frombuffer(data, np.uint8)
 
     def _stage(self, pairs: Sequence[tuple[int, int]], host: int) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """Return pairs of device and staged blocks in host order, and the host blocks.
+        """Sort pairs by host block; return them with staged instead of host blocks, and the host blocks.
 
         host: index of the host block in a pair.
         """
@@ -116,7 +117,7 @@ class HostBlocks:
         return [slice(start, start + length) for start in range(0, len(hosts), length)]
 
     def _runs(self, hosts: NDArray[np.int64]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return host and staged memory of a chunk, one pair for each run of neighbouring host blocks."""
+        """Return (host memory, staged memory) of each run of neighbouring host blocks in a chunk."""
         borders = [0, *(np.flatnonzero(np.diff(hosts) != 1) + 1).tolist(), len(hosts)]
         runs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for start, end in pairwise(borders):
@@ -126,7 +127,7 @@ class HostBlocks:
 
     @contextmanager
     def _beside(self) -> Iterator[Callable[[BlockCopy, torch.Tensor], None]]:
-        """Make the own stream current; yield a function that runs a kernel ordered with the other stream's work."""
+        """Make the separate stream current; yield a function that runs a kernel in order with the computing stream."""
         assert self._stream is not None
         ours, computing, moved = self._stream, torch.cuda.current_stream(self._device), torch.cuda.Event()
         computed = computing.record_event()
@@ -144,17 +145,18 @@ class HostBlocks:
 
 
 class HostMemory:
-    """Host blocks of several tensors, which move together. num_block_bytes: of a block over all of them."""
+    """Host blocks of several tensors, which move together. num_block_bytes: bytes of a block over all tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor], num_blocks: int) -> None:
-        """tensors, num_blocks: as of `HostBlocks`."""
+        """tensors, num_blocks: like `caches` and `num_blocks` of `HostBlocks`."""
+        self.num_blocks = num_blocks
         self._parts = [HostBlocks(tensor, num_blocks) for tensor in tensors]
         self.num_block_bytes = sum(part.num_block_bytes for part in self._parts)
 
-    def bind(self) -> None:
-        """Take the tensors' addresses again, after their memory has moved."""
+    def read_addresses(self) -> None:
+        """Read the tensors' addresses again, after their memory has moved."""
         for part in self._parts:
-            part.bind()
+            part.read_addresses()
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy device block to host block for every pair."""
@@ -167,88 +169,42 @@ class HostMemory:
             part.swap_in(pairs)
 
     def read(self, block: int) -> bytes:
-        """Return a copy of a host block, after the copies to it; any thread may call this."""
+        """Return a copy of a host block, after waiting for copies to it; any thread may call this."""
         return b"".join(part.read(block) for part in self._parts)
 
     def write(self, block: int, data: bytes | memoryview) -> None:
-        """Fill a host block with what `read` has returned, after the copies from it."""
+        """Fill a host block with a result of `read`, after waiting for copies from it."""
         start = 0
         for part in self._parts:
             part.write(block, data[start : start + part.num_block_bytes])
             start += part.num_block_bytes
 
 
-class StateTensors:
-    """Tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`.
+class SlotMemory:
+    """Memory of a kind's own, in slots.
 
-    listener: called with each swap before it runs, by its name in the other ranks' messages.
+    all: contiguous tensors by name, [layers, num_slots + 1, ...]. host: host memory; its blocks hold a slot each.
     """
 
-    listener: Callable[[str, tuple[Any, ...]], None] | None = None
-
-    def __init__(
-        self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device, num_tier_bytes: int = 0
-    ) -> None:
-        """cache_dtype: of K and V. num_tier_bytes: host memory for a tier's states, beside those swapped out."""
-        is_wide = cache_dtype.is_floating_point and cache_dtype.itemsize > 1
-        conv_dtype = spec.conv_dtype
-        if conv_dtype is None:
-            conv_dtype = cache_dtype if is_wide else torch.float32
-        heads, keys = (spec.num_heads, spec.head_dim), (spec.num_key_heads, spec.key_dim)
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "conv": ((spec.conv_width - 1 + spec.ring, spec.conv_channels), conv_dtype)
-        }
-        if spec.num_heads:
-            shapes |= {
-                "state": ((*heads, spec.key_dim), torch.float32),
-                "ring_k": ((spec.ring, *keys), torch.float32),
-                "ring_u": ((spec.ring, *heads), torch.float32),
-                "ring_g": ((spec.ring, spec.num_heads), torch.float32),
-            }
-        begin = len(spec.layers), spec.num_slots + 1
-        try:
-            self.all: dict[str, torch.Tensor] = {}
-            for name, (shape, dtype) in shapes.items():
-                self.all[name] = torch.zeros((*begin, *shape), dtype=dtype, device=device)
-            self.num_tier_slots = num_tier_bytes // self.bytes_per_slot
-            num_host_slots = spec.num_swap_slots + self.num_tier_slots
-            self.host = HostMemory(self.all.values(), num_host_slots)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise InvalidInputError(f"recurrent: no states of shape {begin} and {shapes}: {error}") from error
-        self.layers = {layer: index for index, layer in enumerate(spec.layers)}
+    def __init__(self, tensors: dict[str, torch.Tensor], num_swap_slots: int, num_tier_bytes: int) -> None:
+        """num_tier_bytes: host memory for a tier, besides the slots for swap."""
+        self.all = tensors
+        self.num_swap_slots = num_swap_slots
+        self.num_slots = min(tensor.shape[1] for tensor in tensors.values()) - 1
+        self.host = HostMemory(tensors.values(), num_swap_slots + num_tier_bytes // self.bytes_per_slot)
 
     @property
     def bytes_per_slot(self) -> int:
-        """Bytes of one slot."""
+        """Bytes of a slot."""
         return sum(tensor.nbytes // tensor.shape[1] for tensor in self.all.values())
 
     @property
     def layout(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape of a slot, without layers that have no state, and dtype, by name; the same in every process."""
+        """Shape and dtype of a slot's parts by name, empty parts excluded; the same in every process."""
         layout: dict[str, tuple[tuple[int, ...], str]] = {}
         for name, tensor in self.all.items():
             layout[name] = (tensor.shape[0], *tensor.shape[2:]), str(tensor.dtype)
         return layout
-
-    def layer(self, layer: int) -> RecurrentState:
-        """Return the views of one of `layers`."""
-        index = self.layers[layer]
-        tensors = {name: tensor[index] for name, tensor in self.all.items()}
-        return RecurrentState(tensors.pop("conv"), **tensors)
-
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device slot to host slot for every pair."""
-        if self.listener is not None:
-            self.listener("swap_out_states", (pairs,))
-        self.host.swap_out(pairs)
-
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy host slot to device slot for every pair."""
-        if self.listener is not None:
-            self.listener("swap_in_states", (pairs,))
-        self.host.swap_in(pairs)
 
     def poison(self, slots: Sequence[int]) -> None:
         """Fill slots with NaN."""
@@ -256,64 +212,117 @@ class StateTensors:
             tensor[:, list(slots)] = torch.nan
 
 
+class StateTensors(SlotMemory):
+    """State tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`."""
+
+    def __init__(
+        self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device, num_tier_bytes: int = 0
+    ) -> None:
+        """cache_dtype: dtype of K and V. num_tier_bytes: see `SlotMemory`."""
+        is_wide = cache_dtype.is_floating_point and cache_dtype.itemsize > 1
+        conv_dtype = spec.conv_dtype
+        if conv_dtype is None:
+            conv_dtype = cache_dtype if is_wide else torch.float32
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "conv": ((spec.conv_width - 1 + spec.ring, spec.conv_channels), conv_dtype)
+        }
+        for name, shape in spec.state_shapes().items():
+            shapes[name] = shape, spec.state_dtype if name == "state" else torch.float32
+        begin = len(spec.layers), spec.num_slots + 1
+        try:
+            tensors: dict[str, torch.Tensor] = {}
+            for name, (shape, dtype) in shapes.items():
+                tensors[name] = torch.zeros((*begin, *shape), dtype=dtype, device=device)
+            super().__init__(tensors, spec.num_swap_slots, num_tier_bytes)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise InvalidInputError(f"recurrent: no states of shape {begin} and {shapes}: {error}") from error
+        self.layers = {layer: index for index, layer in enumerate(spec.layers)}
+
+    def layer(self, layer: int) -> RecurrentState:
+        """Return the views of one recurrent layer."""
+        index = self.layers[layer]
+        tensors = {name: tensor[index] for name, tensor in self.all.items()}
+        return RecurrentState(tensors.pop("conv"), **tensors)
+
+
 class KvCacheTensors:
-    """One storage [num_slots, num_blocks + 1, elements]: a block is its row in every slot, whichever table holds it.
+    """K/V memory: one storage [num_planes, num_blocks + 1, elements]. A block is its row in every plane.
 
-    A table's layers have separate slots for keys and values; other tables use the same slots in other blocks. Scales of
-    int8 rows are in a second storage with the same slots and blocks. In the first, a compiler that copies written
-    tensors would overwrite one with the other.
+    The layers of a table have separate planes for keys and values. Other tables use the same planes in other blocks.
+    The scales of rows are in a second storage with the same planes and blocks: a compiler that copies written
+    tensors would overwrite one with the other in a common storage. Canaries are in the last one, which has one plane.
 
-    listener: called with name and arguments of every call that moves or clears blocks, before the call.
-    states: memory of recurrent layers' states; None without such layers.
+    canaries: int64 [num_blocks + 1, block_size]; None unless the configuration has canaries.
+    listener: called with name and arguments before every call that moves or clears blocks.
+    own: memory of each kind with memory of its own. states: the one of recurrent layers' states; None without them.
+    memories: host memory of the blocks, then of each in `own`.
     """
 
     listener: Callable[[str, tuple[Any, ...]], None] | None = None
 
-    def __init__(self, config: PagedKvCacheConfig) -> None:
+    def __init__(self, config: PagedKvCacheConfig, *, has_memory: bool = True) -> None:
+        """has_memory: whether to allocate the memory; without it, only the shapes exist."""
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
-        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype == torch.int8):
-            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or int8")
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype in KV_KINDS):
+            others = " or ".join(map(str, KV_KINDS))
+            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or {others}")
         if dtype is torch.float4_e2m1fn_x2:
             raise InvalidInputError(f"dtype: {dtype}, expected a dtype with one value per element")
-        if dtype == torch.int8 and any(table.latent for table in config.tables):
-            raise InvalidInputError("dtype: torch.int8, expected a floating point dtype for latents")
+        self._kind = kv_kind(dtype)
+        if self._kind.has_scales and any(table.latent for table in config.tables):
+            raise InvalidInputError(f"dtype: {dtype}, expected a floating point dtype for latents")
         self.block_size, self._num_tables = config.block_size, len(config.tables)
         self.num_host_blocks = config.num_host_blocks(dtype)
-        num_slots, size = config.slots
-        shape = num_slots, config.num_blocks + 1, config.block_size * size
+        num_planes, size = config.slots
+        shape = num_planes, config.num_blocks + 1, config.block_size * size
         device = default_device() if config.device is None else config.device
+        if not has_memory:
+            device = torch.device("meta")
         try:
             self.storage = torch.zeros(shape, dtype=dtype, device=device)
-            if self.storage.is_meta:
+            if self.storage.is_meta and has_memory:
                 raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
             self.storages = [self.storage]
-            if dtype == torch.int8:
+            if self._kind.has_scales:
                 scales = *shape[:2], config.block_size * config.rows_per_slot
-                self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=torch.float32))
+                self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=self._kind.scale_dtype))
+            self._scales = self.storages[1:]
+            self.canaries: torch.Tensor | None = None
+            if config.has_canaries and has_memory:
+                self.canaries = torch.zeros(shape[1], config.block_size, dtype=torch.int64, device=self.storage.device)
+                self.storages.append(self.canaries[None])
             self.host = HostMemory(self.storages, self.num_host_blocks)
-            spec = config.recurrent
+            self.own: list[SlotMemory] = []
+            for group in config.own_groups:
+                self.own.append(group.make_memory(config, dtype, self.storage.device, config.host_state_bytes))
             self.states = None
-            if spec is not None:
-                self.states = StateTensors(spec, dtype, self.storage.device, config.host_state_bytes)
+            if config.recurrent is not None:
+                self.states = StateTensors(config.recurrent, dtype, self.storage.device, config.host_state_bytes)
+                self.own.append(self.states)
+            self.memories = [self.host, *(memory.host for memory in self.own)]
         except (torch.OutOfMemoryError, InvalidInputError):
             raise
-        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # not enough memory, or no such device
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # too little memory, or no such device
             raise InvalidInputError(f"config: no cache of shape {shape} on {shown(device)}: {error}") from error
         self._copies: list[BlockCopy] = []
         for storage in self.storages:
-            slots = storage.unbind()
-            self._copies.append(BlockCopy(slots, slots))
+            planes = storage.unbind()
+            self._copies.append(BlockCopy(planes, planes))
         self._num_layers, self._tables = config.num_layers, config.tables
         self._stacks = [self._views(table) for table in config.tables]
-        # A layer's table, keys and values, and scales if it has them.
+        # By layer: index of its table, then keys, values and any scales.
         self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
         for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True)):
             for layer, *caches in zip(table.layers, *map(chain.from_iterable, stacks), strict=False):
                 self._caches[layer] = index, tuple(caches)
 
     def _views(self, table: CacheGroup) -> list[torch.Tensor]:
-        """Return keys and values of a table's layers, [slots, layers per slot, num_blocks + 1, block_size,
-        num_kv_heads, head_dim] each, and for int8 their scales without the last axis.
+        """Return keys and values of a table's layers, then their scales if the kind has any.
+
+        Keys and values are [planes, layers per plane, num_blocks + 1, block_size, num_kv_heads, head_dim]. Scales lack
+        the last axis.
         """
         stacks, scales, start = [], [], 0
         num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
@@ -325,43 +334,43 @@ class KvCacheTensors:
             shape = end - start, num_blocks, together, self.block_size, heads
             rows = self.storage[start:end, :, : together * self.block_size * elements]
             stacks.append(rows.view(*shape, elements // heads).transpose(1, 2))
-            for storage in self.storages[1:]:
+            for storage in self._scales:
                 of_rows = storage[start:end, :, : together * self.block_size * heads]
                 scales.append(of_rows.view(shape).transpose(1, 2))
             start = end
         return stacks + scales
 
     def k_cache(self, layer: int) -> torch.Tensor:
-        """`PagedKvCacheManager.k_cache`."""
+        """Implement `PagedKvCacheManager.k_cache`."""
         return self._caches[self.layer(layer)][1][0]
 
     def v_cache(self, layer: int) -> torch.Tensor:
-        """`PagedKvCacheManager.v_cache`; values of latents are a view of the keys."""
+        """Implement `PagedKvCacheManager.v_cache`. Values of latents are a view of the keys."""
         return self._keys_and_values(self.layer(layer))[1]
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """`PagedKvCacheManager.scales`."""
+        """Implement `PagedKvCacheManager.scales`."""
         scales = self._caches[self.layer(layer)][1][2:]
         if not scales:
             return None, None
         return scales[0], scales[1]
 
     def table_of(self, layer: int) -> int:
-        """`PagedKvCacheManager.table_of`."""
+        """Implement `PagedKvCacheManager.table_of`."""
         return self._caches[self.layer(layer)][0]
 
     @cached_property
     def bytes_per_block(self) -> int:
-        """Bytes of one block: K and V of all layers of a table, scales included."""
+        """Bytes of a block: K and V of all layers of a table, scales included."""
         return sum(storage.nbytes // storage.shape[1] for storage in self.storages)
 
     def release(self) -> None:
-        """Give the device memory back, with all that is in it; nothing may use it before `restore`."""
+        """Free the device memory and lose its contents; nothing may use it before `restore`."""
         for tensor in self._on_device():
             tensor.untyped_storage().resize_(0)
 
     def restore(self) -> None:
-        """Take device memory again, filled with zeros, for the same tensors and views; after an error take none."""
+        """Allocate the device memory again, filled with zeros, for the same tensors and views; all of it or none."""
         try:
             for tensor in self._on_device():
                 tensor.untyped_storage().resize_(tensor.nbytes)
@@ -370,15 +379,14 @@ class KvCacheTensors:
             self.release()
             raise
         for copy in self._copies:
-            copy.bind()
-        self.host.bind()
-        if self.states is not None:
-            self.states.host.bind()
+            copy.read_addresses()
+        for memory in self.memories:
+            memory.read_addresses()
 
     def _on_device(self) -> list[torch.Tensor]:
         tensors = list(self.storages)
-        if self.states is not None:
-            tensors += self.states.all.values()
+        for memory in self.own:
+            tensors += memory.all.values()
         return tensors
 
     def copy(self, block_pairs: Sequence[tuple[int, int]]) -> None:
@@ -398,15 +406,15 @@ class KvCacheTensors:
                 for stack in stacks:
                     _bytes(stack)[:, :, *index] = 0
 
-    def swap_out(self, block_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device block to host block for every pair."""
-        self._tell("swap_out", block_pairs)
-        self.host.swap_out(block_pairs)
+    def swap_out(self, block_pairs: Sequence[tuple[int, int]], memory: int = 0) -> None:
+        """Copy device block to host block for every pair, in one of `memories`."""
+        self._tell("swap_out", block_pairs, memory)
+        self.memories[memory].swap_out(block_pairs)
 
-    def swap_in(self, block_pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy host block to device block for every pair."""
-        self._tell("swap_in", block_pairs)
-        self.host.swap_in(block_pairs)
+    def swap_in(self, block_pairs: Sequence[tuple[int, int]], memory: int = 0) -> None:
+        """Copy host block to device block for every pair, in one of `memories`."""
+        self._tell("swap_in", block_pairs, memory)
+        self.memories[memory].swap_in(block_pairs)
 
     def layer(self, layer: int) -> int:
         """Return `layer` as an int; raise InvalidInputError unless it exists and has K/V of its own."""
@@ -416,7 +424,7 @@ class KvCacheTensors:
         return layer
 
     def rows(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as [num_tokens, num_kv_heads, head_dim]; for one token the first axis may be absent."""
+        """Return key and value as [num_tokens, num_kv_heads, head_dim]; one token may lack the first axis."""
         for name, rows in (("key", key), ("value", value)):
             check_is_tensor(name, rows)
             if rows.is_complex() or rows.is_quantized or rows.is_meta:
@@ -433,27 +441,29 @@ class KvCacheTensors:
     def write(
         self, layer: int, blocks: Sequence[int], start: int, key: torch.Tensor, value: torch.Tensor, rollback: Rollback
     ) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim], unscaled, in the cache's dtype, to the sequence in
-        `blocks` from position `start` on.
+        """Write K and V of the sequence in `blocks` from position `start` on.
+
+        Each is [num_tokens, num_kv_heads, head_dim], unscaled, and is converted to the cache's dtype.
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, start + len(key))
         written: list[torch.Tensor] = []
         scales: list[torch.Tensor] = []
-        for rows in (key, value)[: len(caches)]:  # the value of a latent is in its key: there is one cache to write
-            codes, scale = cast_to_cache(rows.to(self.storage.device), None, self.storage.dtype)
+        for rows in (key, value)[: len(caches)]:  # latents have one cache, because the value is part of the key
+            codes, scale = self._kind.encode(rows.to(self.storage.device), None)
             written.append(codes)
             if scale is not None:
                 scales.append(scale)
         for cache, rows in zip(map(_bytes, caches), written + scales, strict=True):
-            # Expanded rows without elements keep their strides in contiguous(), and view refuses those.
+            # Clone, because contiguous() keeps the strides of empty expanded rows, which `view` refuses.
             rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
             rollback.append((cache.index_put_, index, cache[index]))
             cache.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of K and V at positions start..end of the sequence in `blocks`, each [end - start,
-        num_kv_heads, head_dim]; for int8 in float32, multiplied by their scales.
+        """Return copies of K and V at positions start..end of the sequence in `blocks`.
+
+        Each is [end - start, num_kv_heads, head_dim]. Rows with scales are returned as float32, multiplied by them.
         """
         table, caches = self._caches[layer]
         index = self._positions(table, blocks, start, end)
@@ -461,7 +471,8 @@ class KvCacheTensors:
         key, value, *scales = [_bytes(cache)[index].view(cache.dtype) for cache in caches]
         if scales:
             k_scale, v_scale = scales
-            return key * k_scale.unsqueeze(-1), value * v_scale.unsqueeze(-1)
+            key = self._kind.decode(key, k_scale, torch.float32)
+            value = self._kind.decode(value, v_scale, torch.float32)
         return key, value
 
     def _is_latent(self, layer: int) -> bool:
@@ -478,10 +489,10 @@ class KvCacheTensors:
             self.listener(name, arguments)
 
     def _positions(self, table: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the block and the offset in it of each position in a table, int64 [end - start] each.
+        """Return the block and the offset within it of each position in a table, int64 [end - start] each.
 
         Raises:
-            ModelAsleepError: the memory was given back.
+            ModelAsleepError: the memory was freed by `release`.
         """
         if self.storage.untyped_storage().nbytes() < self.storage.nbytes:
             raise ModelAsleepError("the cache's memory was given back; wake the model first")
@@ -492,5 +503,5 @@ class KvCacheTensors:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes for slow accesses: 8-bit floats do not support indexing."""
+    """View a tensor as bytes for slow accesses, because 8-bit floats do not support indexing."""
     return tensor.view(torch.uint8)

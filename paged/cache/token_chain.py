@@ -1,4 +1,4 @@
-"""Known token ids of a sequence, its chain of published blocks, and the chained hashes of full blocks."""
+"""Token chains: known token ids of a sequence, its published blocks, and the chained hashes of full blocks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,22 @@ from paged.errors import InvalidInputError
 
 Hash = int | bytes
 TokenArray = NDArray[np.int32]
+PackedIds = tuple[TokenArray, bool]
+"""Ids as an int32 array, and whether a `content_id` is among them."""
 Contents = Sequence[list[int] | None]
-"""For each block all of its ids if it holds a `content_id`, None for a block of tokens alone."""
-# From here down, an id is not a token's but a `content_id`.
+"""For each block, all its ids if it contains a `content_id`, else None."""
+# Ids at or below this value are `content_id`s, not tokens.
 _FIRST_CONTENT_ID = -(1 << 128)
 
 
 @dataclass(slots=True)
 class TokenChain:
-    """ids: the known token ids from position 0 on.
+    """Known token ids of a sequence and their publications.
 
-    hashes, serials: of the publications for the first full blocks of `ids`, possibly made by other sequences. A serial
-    number distinguishes publications with the same hash.
+    ids: known token ids from position 0 on.
+    hashes, serials: one entry for each of the first full blocks of `ids` that are published, possibly by other
+    sequences.
+        A serial number distinguishes publications with the same hash.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -40,7 +44,7 @@ class TokenChain:
         return TokenChain(self.ids[:num_tokens], self.hashes[:num_blocks], self.serials[:num_blocks])
 
     def cut(self, num_tokens: int, num_blocks: int, rollback: Rollback) -> None:
-        """Keep the part that `copy` would return."""
+        """Cut to the part that `copy` would return."""
         for items, end in ((self.ids, num_tokens), (self.hashes, num_blocks), (self.serials, num_blocks)):
             if len(items) > end:
                 rollback.keep_end(items, end)
@@ -48,15 +52,15 @@ class TokenChain:
 
 
 def content_id(digest: bytes) -> int:
-    """Return the id, for the prefix index, of a position with an embedded row instead of a token.
+    """Return the id that the prefix index uses for a position with an embedding row instead of a token.
 
-    digest: 128 bits, the hash of the row. Ids of tokens have 32 bits, so no token has the same.
+    digest: the hash of the row, 128 bits. Token ids have 32 bits, so no token has the same id.
     """
     return _FIRST_CONTENT_ID - int.from_bytes(digest, "little")
 
 
 def to_int32(ids: list[int]) -> list[int]:
-    """Return the ids with a negative integer of 32 bits, from its last bits, for each `content_id`."""
+    """Return the ids with each `content_id` replaced by a negative integer made of its last bits."""
     short = list(ids)
     for place, id_ in enumerate(ids):
         if id_ <= _FIRST_CONTENT_ID:
@@ -64,11 +68,11 @@ def to_int32(ids: list[int]) -> list[int]:
     return short
 
 
-def pack(ids: list[int]) -> tuple[TokenArray, bool]:
-    """Return the ids as an array, and whether some are a `content_id`, of which the array has the last bits.
+def pack(ids: list[int]) -> PackedIds:
+    """Return the ids as an int32 array, see `to_int32`.
 
     Raises:
-        InvalidInputError: another id is not an integer of 32 bits.
+        InvalidInputError: an id is neither a `content_id` nor an integer of 32 bits.
     """
     try:  # twice as fast as numpy's own conversions
         return np.frombuffer(_layout(len(ids)).pack(*ids), np.int32), False
@@ -81,24 +85,24 @@ def pack(ids: list[int]) -> tuple[TokenArray, bool]:
 
 @lru_cache(maxsize=256)
 def _layout(count: int) -> struct.Struct:
-    """Return the layout of `count` integers; making it takes 13 of the 45 us for 4,096."""
+    """Return the cached `struct` layout of `count` integers; making it is a third of the cost of packing."""
     return struct.Struct(f"{count}i")
 
 
 _MASK = (1 << 64) - 1
-# An odd factor has an inverse modulo 2^64, so a whole chain can be hashed at once. This one is of
-# Knuth's generator for MMIX (The Art of Computer Programming, volume 2, section 3.3.4).
+# An odd factor has an inverse modulo 2^64, so a whole chain can be hashed at once. This factor is from Knuth's MMIX
+# generator (The Art of Computer Programming, volume 2, section 3.3.4).
 _CHAIN_FACTOR = 6364136223846793005
 _CHAIN_INVERSE = pow(_CHAIN_FACTOR, -1, 1 << 64)
-# For up to this many blocks, plain integers are faster than arrays.
+# Up to this number of blocks, plain integers are faster than arrays.
 FEW_BLOCKS = 4
 
 
 class ChainHash:
-    """h(i) = F h(i - 1) + sum_j M(j) (token(i, j) + 1) modulo 2^64, with odd factors M: fast, and not cryptographic.
+    """Fast, non-cryptographic chained hash: h(i) = F h(i - 1) + sum_j M(j) (token(i, j) + 1) modulo 2^64, M odd.
 
-    Unrolled, h(i) = F^(i + 1) (h(-1) + sum_k F^-(k + 1) c(k)) with c(k) the sum over block k, so a whole prompt takes a
-    matrix product and a running sum.
+    Unrolled, h(i) = F^(i + 1) (h(-1) + sum_k F^-(k + 1) c(k)), where c(k) is the sum over block k. Therefore a matrix
+    product and a running sum hash a whole prompt.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -107,13 +111,14 @@ class ChainHash:
             digest = hashlib.sha256(f"paged {offset}".encode()).digest()
             self._factors.append(int.from_bytes(digest[:8], "little") | 1)
         self._factor_array = np.array(self._factors, np.uint64)
-        self._factor_sum = sum(self._factors) & _MASK  # for the + 1 of each token
-        self._powers = np.empty((2, 0), np.uint64)  # of the factor and its inverse
+        # Constant part of a block's sum, because the hash adds 1 to each token.
+        self._factor_sum = sum(self._factors) & _MASK
+        self._powers = np.empty((2, 0), np.uint64)  # powers of the factor, and of its inverse
 
     def extend(self, previous: Hash, blocks: TokenArray, contents: Contents | None = None) -> list[Hash]:
         """Return the hashes of `blocks` [n, block_size] that follow the block with hash `previous`.
 
-        contents: not hashed, as all ids are compared on a hit.
+        contents: not hashed, because all ids are compared on a hit.
         """
         assert isinstance(previous, int)
         if len(blocks) <= FEW_BLOCKS:
@@ -137,7 +142,7 @@ class ChainHash:
         return chain
 
     def extend_each(self, previous: Sequence[Hash], blocks: TokenArray) -> list[Hash]:
-        """Return the hashes of `blocks` [n, block_size]; each follows another block, with a hash of `previous`."""
+        """Return the hashes of `blocks` [n, block_size]; block i follows the block with hash `previous[i]`."""
         sums = blocks.astype(np.uint64) @ self._factor_array
         sums += np.uint64(self._factor_sum)
         sums += np.array(previous, np.uint64) * np.uint64(_CHAIN_FACTOR)
@@ -150,10 +155,10 @@ class ChainHash:
 
 
 class Sha256Chain:
-    """h(i) = sha256(h(i - 1), tokens of block i), for pools that share hashes with untrusted parties, and for tiers."""
+    """Chained hash h(i) = sha256(h(i - 1), tokens of block i), for tiers and pools with untrusted parties."""
 
     def extend(self, previous: Hash, blocks: TokenArray, contents: Contents | None = None) -> list[Hash]:
-        """Like `ChainHash.extend`, with all bits of `contents`: a tier knows what precedes a block by its hash."""
+        """Like `ChainHash.extend`, but with all bits of `contents`, because a tier compares only hashes of prefixes."""
         assert isinstance(previous, bytes)
         hashes: list[Hash] = []
         for index, block in enumerate(blocks):
@@ -175,7 +180,7 @@ class Sha256Chain:
 
 
 def _namespace_text(namespace: Hashable) -> str:
-    """Return a namespace as `repr` does, but sorted: the order of a frozenset depends on PYTHONHASHSEED."""
+    """Return a `repr` of a namespace with sorted sets, because their order depends on PYTHONHASHSEED."""
     if isinstance(namespace, frozenset):
         return f"frozenset({{{', '.join(sorted(map(_namespace_text, namespace)))}}})"
     if isinstance(namespace, tuple):

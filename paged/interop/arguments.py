@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.common.checks import refuse_gradients
-from paged.kernels.common.scalars import as_bool, as_float, as_index, as_int, shown
+from paged.kernels.core.checks import refuse_gradients
+from paged.kernels.core.errors import as_bool, as_float, as_index, as_int, shown
 
 R = TypeVar("R")
 
@@ -22,7 +22,7 @@ _KEYS = (
     "max_seqlen_q out q q_scale return_attn_probs return_lse seq_lens seqused_q sinks softcap softmax_scale v_cache "
     "v_scale window_size "
 )
-# Other names of an argument, in FlashAttention 3 and 4, vLLM's fork and SGLang's.
+# Other names of an argument in FlashAttention 3 and 4 and in the forks of vLLM and SGLang.
 _SPELLINGS = {
     "attention_chunk": "attention_chunk_size",
     "k_descale": "k_scale",
@@ -39,26 +39,26 @@ def _honoured(more: str, spellings: dict[str, str]) -> dict[str, str]:
     return {name: name for name in (_KEYS + more).split()} | _SPELLINGS | spellings
 
 
-# Supported arguments by the callers' names: for functions where `k` and `v` are the keys and values to attend to, and
-# for those where they are new ones to append.
+# Supported arguments by the callers' names, for functions that attend to `k` and `v`.
 _ATTENTION = _honoured(
     "cu_seqlens kv max_seqlen num_heads_q qkv", {"k": "k_cache", "seqused_k": "seq_lens", "v": "v_cache"}
 )
+# The same for functions that append `k` and `v` to a cache.
 _CACHED_ATTENTION = _honoured(
     "cache_batch_idx cache_leftpad cu_seqlens_k_new key rotary_cos rotary_interleaved rotary_seqlens rotary_sin value",
     {"cache_seqlens": "seq_lens", "k": "key", "v": "value"},
 )
-# Arguments that change how a result is computed, but not the result: any value is accepted.
+# Arguments that change how a result is computed but not the result; any value is accepted.
 _HINTS = frozenset(
     "deterministic disable_scheduler_metadata fa_version min_seqlen_k num_splits pack_gqa scheduler_metadata "
     "seqlen_k_per_split sm_margin ver".split()
 )
-# None, False and 0 turn an unsupported argument off. For these, another number does.
+# Values of unsupported arguments that have no effect, besides None, False and 0.
 _OFF = {"cp_world_size": 1, "window_size_left": -1, "window_size_right": -1}
 
 
 def as_flag(name: str, value: Any, default: bool = False) -> bool:
-    """Return a bool from True, False, 1 or 0 of any library; `default` for None."""
+    """Convert True, False, 1 or 0 of any library to a bool, and None to `default`."""
     if value is None:
         return default
     number = as_index(value)
@@ -68,8 +68,8 @@ def as_flag(name: str, value: Any, default: bool = False) -> bool:
 class Arguments(dict[str, Any]):
     """The arguments of one call that are not None.
 
-    Keys are the names that `paged_attention` and `reshape_and_cache` use, or FlashAttention's if they have none. Errors
-    name the key; `names` maps it to the caller's own name.
+    Keys are the argument names of `paged_attention` and `reshape_and_cache`, or FlashAttention's where these have none.
+    Errors name the key; `names` maps the key to the caller's own name.
     """
 
     def __init__(self, function: str, arguments: Mapping[str, Any]) -> None:
@@ -126,7 +126,7 @@ class Arguments(dict[str, Any]):
         return as_flag(key, self.get(key), default)
 
     def integer(self, key: str) -> int | None:
-        """Return an integer of any library, 0 or more, or None."""
+        """Return a non-negative integer argument of any library as an int, or None."""
         return as_int(key, self[key]) if key in self else None
 
     def softmax_scale(self) -> float | None:
@@ -135,14 +135,14 @@ class Arguments(dict[str, Any]):
         return as_float("softmax_scale", self["softmax_scale"], 0.0, 1e30)
 
     def softcap(self) -> float:
-        """Return the softcap; 0 or, as in FlashAttention, a negative number for none."""
+        """Return the softcap; 0 and negative numbers mean none, as in FlashAttention."""
         softcap = as_float("softcap", self.get("softcap", 0.0), -math.inf, 1000.0)
         if 0.0 < softcap < 1e-6:
             raise InvalidInputError(f"softcap: {softcap}, expected 0 or at least 1e-06")
         return max(softcap, 0.0)
 
     def window(self) -> tuple[int | None, int | None]:
-        """Return (left, right) as given, None for no limit."""
+        """Return the window (left, right) as given, None for no limit."""
         window = self.get("window_size", (None, None))
         try:
             window_left, window_right = window
@@ -156,7 +156,7 @@ class Arguments(dict[str, Any]):
 
 
 def takes(needed: str, options: Callable[..., None]) -> Callable[[Callable[[dict[str, Any]], R]], Callable[..., R]]:
-    """Decorate a function of a dict: parameters `needed`, which may not be None, `options`, and any keyword."""
+    """Decorate a function of a dict, to take `needed` arguments (not None), `options`, and any keyword."""
     first = needed.split()
     leading = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in first]
     optional = signature(options).parameters

@@ -1,4 +1,4 @@
-"""The implementation of all FlashAttention functions: one paged call for any layout of arguments."""
+"""Implementation of all FlashAttention functions by one paged call for any layout of arguments."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from paged.interop.layouts import (
 )
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
-from paged.kernels.common.checks import FLOAT_DTYPES, check_device, check_dtype, check_tensor
-from paged.kernels.common.errors import arguments_named
+from paged.kernels.core.checks import FLOAT_DTYPES, check_device, check_dtype, check_tensor
+from paged.kernels.core.errors import arguments_named
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 
-Rows = dict[str, Any]  # a tensor or None, by argument name
-# A position beyond any sequence's, still an int32.
+Rows = dict[str, Any]  # tensor or None by argument name
+# A position behind the end of every sequence; it fits int32.
 _FAR = 1 << 30
 _ROUNDED_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn)
 
@@ -39,11 +39,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run a FlashAttention function of any version; `arguments` has the caller's names.
 
-    has_negative_edges: whether negative numbers in window_size are edges, as in version 4, instead of no limit.
+    has_negative_edges: whether negative numbers in window_size are edges, as in version 4, or mean no limit.
 
     Returns:
         out: like q with the values' head_dim; bfloat16 if q has 8 bits. lse: float32 [num_q_heads, total_q] or [batch,
-            num_q_heads, seqlen_q]; None unless the caller asks for it.
+            num_q_heads, seqlen_q]; None unless requested.
     """
     args = Arguments(function, arguments)
     try:
@@ -54,15 +54,15 @@ def attend(
 
 
 class _Call(NamedTuple):
-    """What a call asks for, read and checked.
+    """Checked arguments of a call.
 
     Attributes:
-        rows: slopes and scales for reading, of all sequences or one for each.
-        new_scales: k_scale and v_scale for writing; None where the new keys are stored unchanged.
-        edges: of the window, None for no limit.
-        used: queries of each sequence that see keys, int32 [num_seqs]; None for all.
-        padding: keys of each sequence that nobody sees, before its first, int32 [num_seqs].
-        given_out, out: as `_outputs` returns them.
+        rows: slopes and scales for reading, one row for all sequences or one for each.
+        new_scales: k_scale and v_scale for writing; None if new keys are stored unchanged.
+        edges: edges of the window, None for no limit.
+        used: number of queries of each sequence that see keys, int32 [num_seqs]; None for all.
+        padding: number of leading keys of each sequence that no query sees, int32 [num_seqs].
+        given_out, out: the caller's output and the memory to write, from `_outputs`.
     """
 
     batch: Batch
@@ -81,7 +81,7 @@ class _Call(NamedTuple):
 def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the call; errors name the keys of `args`."""
     unpack(args)
-    # Read and check everything before writing the first key: a call that fails does not change the cache.
+    # Check everything before writing the first key, so that a call that fails does not change the cache.
     call = _read_call(args, has_negative_edges)
     is_local = call.edges != (None, None) or call.options["attention_chunk_size"] > 0
     batch, new = _rotate(args, call.batch, call.new, in_order=call.options["causal"] or is_local)
@@ -109,7 +109,7 @@ def _attend(args: Arguments, has_negative_edges: bool) -> tuple[torch.Tensor, to
 def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
     batch = read_batch(args)
     for key, values in (("q_scale", batch.q), ("k_scale", batch.k_cache), ("v_scale", batch.v_cache)):
-        if values.dtype != torch.float8_e4m3fn:  # FlashAttention reads scales only for e4m3 values
+        if values.dtype != torch.float8_e4m3fn:  # FlashAttention uses scales only for e4m3 values
             args.pop(key, None)
     new = _read_new_keys(args, batch)
     args.refuse_gradients()
@@ -145,7 +145,7 @@ def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
     has_probs = args.flag("return_attn_probs")
     dtype = batch.q.dtype
     if dtype == torch.float8_e4m3fn:
-        dtype = torch.bfloat16  # holds all values of e4m3
+        dtype = torch.bfloat16  # holds all e4m3 values
     given_out, out = _outputs(args, batch, dtype)
     used = lengths(args, "seqused_q", num_seqs, device)
     if used is not None:
@@ -160,7 +160,7 @@ def _read_call(args: Arguments, has_negative_edges: bool) -> _Call:
 
 
 def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the caller's `out`, and memory for the rows: the same memory if `paged_attention` can address its rows."""
+    """Return the caller's `out` and the memory to write, which is the same if `paged_attention` can address it."""
     out, v_head_dim = args.optional_tensor("out"), batch.v_cache.shape[3]
     if out is not None:
         check_tensor("out", out, (*args.tensor("q").shape[:-1], v_head_dim), (dtype,), batch.q.device)
@@ -175,10 +175,11 @@ def _outputs(args: Arguments, batch: Batch, dtype: torch.dtype) -> tuple[torch.T
 def _edges(args: Arguments, has_negative: bool) -> tuple[int | None, int | None]:
     """Return the window's edges, None for no limit.
 
-    has_negative: as in FlashAttention 4, a negative edge is one, unless the sum of both is negative.
+    has_negative: whether negative numbers are edges, as in FlashAttention 4; if their sum is negative, there is no
+    limit.
 
     Raises:
-        UnsupportedError: an edge is negative beside what depends on positions themselves.
+        UnsupportedError: a negative edge is combined with an argument that depends on absolute positions.
     """
     window_left, window_right = args.window()
     if not has_negative:
@@ -201,10 +202,10 @@ def _edges(args: Arguments, has_negative: bool) -> tuple[int | None, int | None]
 def _without_negative_edges(
     batch: Batch, used: torch.Tensor | None, window_left: int | None, window_right: int | None
 ) -> tuple[Batch, torch.Tensor | None, tuple[int, int]]:
-    """Move queries so that no edge of their window is negative; return the window, -1 for no limit.
+    """Shift queries so that no edge of their window is negative; return the window, -1 for no limit.
 
-    Queries stand at the end of the keys. If they see keys up to n before their own position, they see as much with
-    their own among n keys less. If they see keys from n behind it on, the last n see none, and the others move there.
+    Queries are aligned with the end of the keys. A right edge of -n equals a right edge of 0 with the last n keys
+    removed. A left edge of -n shifts the queries n keys ahead; the last n queries then see no key.
     """
     if window_right is not None and window_right < 0:
         batch = batch._replace(seq_lens=(batch.seq_lens + max(window_right, -_FAR)).clamp_(min=0))
@@ -226,7 +227,7 @@ def _without_negative_edges(
 
 
 def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[Batch, Rows]:
-    """Split each sequence in two: its first `used` queries, and the rest, which see no key."""
+    """Split each sequence in two: its first `used` queries, and the remaining queries, which see no key."""
     starts = batch.cu_seqlens_q[:-1]
     offsets = torch.cat([torch.stack([starts, starts + used], 1).flatten(), batch.cu_seqlens_q[-1:]])
     seq_lens = torch.stack([batch.seq_lens, torch.zeros_like(batch.seq_lens)], 1).flatten()
@@ -239,9 +240,9 @@ def _with_unused_queries(batch: Batch, rows: Rows, used: torch.Tensor) -> tuple[
 
 
 def _fill(out: torch.Tensor, batch: Batch, rows: Rows, options: dict[str, Any], has_lse: bool) -> torch.Tensor | None:
-    """Run `paged_attention` into `out` and return the log-sum-exp if asked for.
+    """Run `paged_attention` into `out`; return the log-sum-exp if requested.
 
-    If sequences have different rows, they run one after another.
+    Sequences with different rows (slopes or scales) run one after another.
     """
     if not any(map(_is_by_sequence, rows.values())):
         result = paged_attention(**batch._asdict(), out=out, return_lse=has_lse, **options, **rows)
@@ -272,10 +273,11 @@ def _is_by_sequence(row: torch.Tensor | None) -> bool:
 
 
 def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> torch.Tensor | None:
-    """Read slopes or scales. FlashAttention takes a row per sequence, `paged_attention` one for all.
+    """Read slopes or scales as one row for all sequences, if their rows are equal.
 
-    Returns [num_heads], or [] or [1] for a scale. Expanded rows share their memory, so they are equal. Others are
-    compared on the host, which waits for the device; if they differ, all rows are returned.
+    FlashAttention takes a row per sequence, `paged_attention` one row. Returns [num_heads], or [] or [1] for a scale;
+    if rows differ, all rows. Expanded rows share memory, so they are equal. Other rows are compared on the host, which
+    waits for the device.
     """
     values = args.optional_tensor(key)
     if values is None:
@@ -309,9 +311,10 @@ def _row_for_all(args: Arguments, key: str, num_seqs: int, num_heads: int) -> to
 class _NewKeys(NamedTuple):
     """New keys and values of all sequences, and their positions.
 
-    key, value: [num_new, num_kv_heads, head_dim], each with its cache's head_dim. seqs, steps: int64 [num_new], the
-    sequence of each row and its index in it. counts: new keys of each sequence, int32 [num_seqs], or one number for
-    all. is_scaled: they are float8_e4m3fn, which the cache stores unchanged.
+    key, value: [num_new, num_kv_heads, head_dim], each with its cache's head_dim.
+    seqs, steps: int64 [num_new], sequence of each row and index of the row within the sequence.
+    counts: number of new keys of each sequence, int32 [num_seqs], or one number for all.
+    is_scaled: whether keys and values are float8_e4m3fn, which the cache stores unchanged.
     """
 
     key: torch.Tensor
@@ -329,7 +332,7 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
     num_seqs, device = batch.num_seqs, batch.k_cache.device
     offsets = lengths(args, "cu_seqlens_k_new", num_seqs + 1, device)
     if "key" not in args:
-        return None  # even with offsets: SGLang passes those of all its keys, which FlashAttention 3 ignores
+        return None  # SGLang passes offsets without keys, which FlashAttention 3 ignores
     if "seq_lens" not in args:
         raise InvalidInputError(f"cache_seqlens: None, but {args.function} needs it")
     key, value = args.tensor("key"), args.tensor("value")
@@ -353,10 +356,14 @@ def _read_new_keys(args: Arguments, batch: Batch) -> _NewKeys | None:
 
 
 def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bool) -> tuple[Batch, _NewKeys | None]:
-    """Return rotated copies from each sequence's length on; unless `in_order`, all its queries take that position."""
+    """Return rotated copies of the queries and new keys.
+
+    Positions count on from `rotary_seqlens`, by default from each sequence's length. Unless `in_order`, all queries of
+    a sequence take its first position.
+    """
     cos, sin = args.optional_tensor("rotary_cos"), args.optional_tensor("rotary_sin")
     if cos is None:
-        return batch, new  # FlashAttention then ignores the other arguments
+        return batch, new  # without rotary_cos, FlashAttention ignores the other rotary arguments
     if sin is None or new is None:
         raise InvalidInputError("rotary_cos, rotary_sin: expected both, with k and v, or neither")
     starts = lengths(args, "rotary_seqlens", batch.num_seqs, batch.k_cache.device)
@@ -375,7 +382,7 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
         seqs, steps = _packed_steps(batch.cu_seqlens_q, len(batch.q))
     else:
         seqs, steps = _steps(batch.num_seqs, batch.max_seqlen_q, table.device)
-    # Rows after the last sequence belong to none: they are rotated as at position 0 and never used.
+    # Rows after the last sequence are padding. They are rotated as at position 0, and nothing reads them.
     of_queries = starts.index_select(0, seqs)
     if in_order:
         of_queries = of_queries + steps
@@ -391,14 +398,14 @@ def _rotate(args: Arguments, batch: Batch, new: _NewKeys | None, *, in_order: bo
 
 
 def _append(batch: Batch, new: _NewKeys, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> Batch:
-    """Write the new keys and values after those in the cache."""
+    """Append the new keys and values to the cache."""
     num_blocks, block_size = batch.k_cache.shape[:2]
     positions = batch.seq_lens.index_select(0, new.seqs) + new.steps
     blocks = batch.block_table[new.seqs, (positions // block_size).clamp_(min=0)].long()
     if is_readable(blocks):
         check_within("block_table", blocks[new.steps >= 0], 0, num_blocks - 1, f"{num_blocks - 1}")
     slots = torch.where(new.steps < 0, -1, blocks * block_size + positions % block_size)
-    if _is_by_sequence(k_scale) or _is_by_sequence(v_scale):  # of which `reshape_and_cache` takes none
+    if _is_by_sequence(k_scale) or _is_by_sequence(v_scale):  # `reshape_and_cache` takes no scales per sequence
         new = new._replace(key=_divided(new.key, k_scale, new.seqs), value=_divided(new.value, v_scale, new.seqs))
         k_scale = v_scale = None
     reshape_and_cache(new.key, new.value, batch.k_cache, batch.v_cache, slots, k_scale=k_scale, v_scale=v_scale)
@@ -414,13 +421,13 @@ def _divided(rows: torch.Tensor, scale: torch.Tensor | None, seqs: torch.Tensor)
 
 
 def _steps(num_seqs: int, seqlen: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sequence of each row of [num_seqs, seqlen], and its index in it."""
+    """Return, for each row of [num_seqs, seqlen], its sequence and its index within the sequence."""
     rows = torch.arange(num_seqs * seqlen, device=device)
     return rows // max(seqlen, 1), rows % max(seqlen, 1)
 
 
 def _packed_steps(offsets: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same for sequences that begin at `offsets`; after the last one the index is -1."""
+    """Return sequence and index of each packed row, by `offsets`; rows after the last sequence have index -1."""
     rows = torch.arange(num_rows, device=offsets.device)
     seqs = torch.searchsorted(offsets[1:], rows, right=True, out_int32=False).clamp_(max=offsets.shape[0] - 2)
     return seqs, torch.where(rows < offsets[-1], rows - offsets[seqs], -1)

@@ -1,11 +1,11 @@
-"""FlashAttention 2's functions on `paged_attention`, with its order of arguments.
+"""FlashAttention 2's functions on `paged_attention`, with the argument order of FlashAttention 2.
 
 Versions 3 and 4 are in `flash_attention_3` and `flash_attention_4`. By keyword, all functions also take the arguments
 of the other versions and of vLLM's fork: `page_table`, `seqused_q`, `seqused_k`, `learnable_sink` or `s_aux`, scales of
 8-bit caches, `out`, `return_softmax_lse`. Arguments that do not change the result are accepted without effect:
 `deterministic`, `num_splits`, `scheduler_metadata`, `fa_version`, `ver`, `pack_gqa`, `sm_margin`, `min_seqlen_k`,
-and those that FlashAttention ignores. Any other argument raises UnsupportedError with its name, unless its value
-turns it off: None, False or 0; 1 for `cp_world_size`, -1 for `window_size_left` and `window_size_right`.
+and all arguments that FlashAttention ignores. Any other argument raises UnsupportedError with its name, unless its
+value is neutral: None, False or 0; 1 for `cp_world_size`, -1 for `window_size_left` and `window_size_right`.
 
 Forward only. A query row that sees no key returns 0 and, unlike in FlashAttention, lse -inf.
 """
@@ -30,14 +30,14 @@ Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, 
 
 @_takes("q k v")
 def flash_attn_func(arguments: dict[str, Any]) -> Result:
-    """Attention of sequences of equal length, as `flash_attn.flash_attn_func`.
+    """Compute attention of sequences of equal length, like `flash_attn.flash_attn_func`.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim].
         k, v: [batch, seqlen_k, num_kv_heads, head_dim].
 
-    The other arguments, the result and the errors are those of `flash_attn_varlen_func`; the log-sum-exp is [batch,
-    num_q_heads, seqlen_q].
+    For other arguments, result and errors see `flash_attn_varlen_func`. The log-sum-exp is [batch, num_q_heads,
+    seqlen_q].
     """
     return _attend("flash_attn_func", arguments)
 
@@ -60,12 +60,12 @@ def flash_attn_qkvpacked_func(arguments: dict[str, Any]) -> Result:
     block_table=None: None
 )  # fmt: skip
 def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
-    """Attention of sequences of different lengths, as `flash_attn.flash_attn_varlen_func`.
+    """Compute attention of sequences of different lengths, like `flash_attn.flash_attn_varlen_func`.
 
     Args:
-        q: [total_q, num_q_heads, head_dim], float32, float16 or bfloat16; or float8_e4m3fn with keys of that dtype.
+        q: [total_q, num_q_heads, head_dim], float32, float16 or bfloat16; float8_e4m3fn if the keys are too.
         k, v: [total_k, num_kv_heads, head_dim], or with a block table [num_blocks, block_size, num_kv_heads, head_dim];
-            dtype of q or float8_e4m3fn. Head sizes are 1 to 512; that of v may differ.
+            dtype of q or float8_e4m3fn. Head sizes are 1 to 512; v may have another one.
         cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1], offsets of the sequences. cu_seqlens_k may be None with
             seqused_k and a block table.
         max_seqlen_q, max_seqlen_k: upper bounds of the longest lengths. max_seqlen_k may be None with a block table.
@@ -80,10 +80,10 @@ def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
         block_table (page_table): int32 [num_seqs, max_blocks_per_seq].
         seqused_q, seqused_k: int32 [num_seqs], number of queries and keys of each sequence that are used; None for all.
             Rows of other queries return 0 and -inf.
-        s_aux (learnable_sink, sinks): [num_q_heads], score of an additional key whose value is 0.
+        s_aux (learnable_sink, sinks): [num_q_heads], score of an additional key with value 0.
         q_descale, k_descale, v_descale: float32, one value, [num_kv_heads] or [num_seqs, num_kv_heads], factors for
-            8-bit values, otherwise ignored. Rows that are not one expanded row are compared, which waits for the
-            device. If they differ, sequences run one after another.
+            8-bit values, otherwise ignored. Unless all rows are one expanded row, they are compared, which waits for
+            the device. If they differ, sequences run one after another.
         out: like q (bfloat16 if q has 8 bits) with v's head_dim; None allocates it.
 
     Returns:
@@ -91,8 +91,8 @@ def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
         total_q]. With return_attn_probs (out, lse, None), because without dropout there are no probabilities.
 
     Raises:
-        InvalidInputError: an argument is invalid; the message has its name.
-        UnsupportedError: an argument is not supported, or requires a gradient; the message has its name.
+        InvalidInputError: an argument is invalid; the message names it.
+        UnsupportedError: an argument is not supported or requires a gradient; the message names it.
     """
     if arguments["cu_seqlens_k"] is None and arguments.get("seqused_k") is None:
         raise InvalidInputError("cu_seqlens_k, seqused_k: both None, expected one of them")
@@ -121,7 +121,7 @@ def flash_attn_varlen_qkvpacked_func(arguments: dict[str, Any]) -> Result:
     alibi_slopes=None, num_splits=0, return_softmax_lse=False: None
 )  # fmt: skip
 def flash_attn_with_kvcache(arguments: dict[str, Any]) -> Result:
-    """Attention to a KV cache, after new keys and values are written to it, as `flash_attn.flash_attn_with_kvcache`.
+    """Write new keys and values to a KV cache and attend to it, like `flash_attn.flash_attn_with_kvcache`.
 
     Args:
         q: [batch, seqlen_q, num_q_heads, head_dim]; with cu_seqlens_q (and max_seqlen_q) as in
@@ -129,18 +129,18 @@ def flash_attn_with_kvcache(arguments: dict[str, Any]) -> Result:
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] with a block table, else [batch_cache,
             seqlen_cache, num_kv_heads, head_dim].
         k, v: [batch, seqlen_new, num_kv_heads, head_dim], appended to the cache_seqlens keys of each sequence; with
-            cu_seqlens_k_new, int32 [batch + 1], [total_new, num_kv_heads, head_dim]. float8_e4m3fn only for a cache of
-            that dtype, which stores them unchanged. Others are divided by its scales.
+            cu_seqlens_k_new (int32 [batch + 1]), [total_new, num_kv_heads, head_dim]. float8_e4m3fn requires a cache of
+            the same dtype and is stored unchanged. Other dtypes are divided by the cache's scales.
         rotary_cos, rotary_sin: [max_position, rotary_dim / 2]. k is rotated from position cache_seqlens on, or from
-            rotary_seqlens if given, before it is written. q is rotated likewise if causal or windowed; otherwise all of
-            q takes that one position.
+            rotary_seqlens if given, before it is written. q is rotated in the same way if causal or windowed;
+            otherwise all of q takes the first position.
         cache_seqlens: int32 [batch], or one length for all. None for the whole cache, without k and v.
         cache_batch_idx: int32 or int64 [batch], rows of block_table, or of a cache without one; None for
             0, 1, ...
         cache_leftpad: int32 [batch], number of keys at the start of each sequence that no query sees.
-        block_table (page_table): int32 [batch, max_blocks_per_seq], of any number of rows with cache_batch_idx.
+        block_table (page_table): int32 [batch, max_blocks_per_seq]; any number of rows with cache_batch_idx.
 
-    The other arguments are those of `flash_attn_varlen_func`.
+        For other arguments see `flash_attn_varlen_func`.
 
     Returns:
         out like q. With return_softmax_lse also the log-sum-exp, float32 [batch, num_q_heads, seqlen_q] or
@@ -148,7 +148,7 @@ def flash_attn_with_kvcache(arguments: dict[str, Any]) -> Result:
 
     Raises:
         InvalidInputError: k without v, new keys without lengths, rotation without new keys, or an invalid argument; the
-            message has its name. The cache is unchanged.
+            message names it. The cache is unchanged.
         UnsupportedError: as in `flash_attn_varlen_func`.
     """
     return _attend("flash_attn_with_kvcache", arguments)

@@ -1,6 +1,6 @@
-"""FlashAttention 3's functions, with its order of arguments; `flash_attention` describes them.
+"""FlashAttention 3's functions with its order of arguments; see `flash_attention` for the arguments.
 
-With the log-sum-exp the result is (out, lse).
+If the log-sum-exp is requested, the result is (out, lse).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paged.interop.arguments import takes
 from paged.interop.attention import attend
 from paged.interop.layouts import with_contiguous_rows
 from paged.kernels.attention.merge_attn_states import merge_attn_states
-from paged.kernels.common.checks import FLOAT_DTYPES, check_is_tensor, check_tensor, refuse_gradients
+from paged.kernels.core.checks import FLOAT_DTYPES, check_is_tensor, check_tensor, refuse_gradients
 
 Result = torch.Tensor | tuple[torch.Tensor | None, ...]
 
@@ -25,7 +25,7 @@ Result = torch.Tensor | tuple[torch.Tensor | None, ...]
     return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_func(arguments: dict[str, Any]) -> Result:
-    """Attention of sequences of equal length."""
+    """Compute attention of sequences of equal length."""
     return _attend("flash_attn_func", arguments)
 
 
@@ -34,8 +34,11 @@ def flash_attn_func(arguments: dict[str, Any]) -> Result:
     attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_qkvpacked_func(arguments: dict[str, Any]) -> Result:
-    """`flash_attn_func` with qkv [batch, seqlen, 3, num_heads, head_dim], or [batch, seqlen, num_heads_q + 2 *
-    num_kv_heads, head_dim]: heads of q, then of k, then of v."""
+    """Run `flash_attn_func` with packed qkv.
+
+    qkv: [batch, seqlen, 3, num_heads, head_dim], or [batch, seqlen, num_heads_q + 2 * num_kv_heads, head_dim] with the
+        heads of q, then k, then v.
+    """
     return _attend("flash_attn_qkvpacked_func", arguments)
 
 
@@ -45,7 +48,7 @@ def flash_attn_qkvpacked_func(arguments: dict[str, Any]) -> Result:
     deterministic=False, sm_margin=0, return_attn_probs=False: None
 )  # fmt: skip
 def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
-    """Attention of sequences of different lengths."""
+    """Compute attention of sequences of different lengths."""
     return _attend("flash_attn_varlen_func", arguments)
 
 
@@ -57,10 +60,10 @@ def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
     num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False: None
 )  # fmt: skip
 def flash_attn_with_kvcache(arguments: dict[str, Any]) -> Result:
-    """Attention to a KV cache, after new keys and values are written to it.
+    """Write new keys and values to a KV cache and attend to it.
 
     Returns:
-        out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 returns partial results in the last two.
+        out; with return_softmax_lse (out, lse, None, None). FlashAttention 3 returns partial results as the last two.
     """
     return _attend("flash_attn_with_kvcache", arguments, None, None)
 
@@ -70,18 +73,19 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None, cu_seqlens: Any = None, seqused: Any = None, varlen_batch_idx: Any = None,
     return_lse: bool = True, *, virtual_batch_idx: Any = None, max_seqlen_q: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """Combine attention over parts of the keys into attention over all.
+    """Combine attention over parts of the keys into attention over all keys.
 
     Args:
         out_partial: float32, float16 or bfloat16 [num_parts, batch, seqlen, num_heads, head_dim], or [num_parts,
             total_q, num_heads, head_dim].
         lse_partial: float32 [num_parts, ..., num_heads], natural log; -inf and inf mark a part without keys.
-        out: like one part, written in place.
-        out_dtype: dtype of the result; None takes out's, else out_partial's.
-        return_lse: from version 4. Its other arguments are ignored: rows beyond seqused are computed too.
+        out: output with the shape of one part, written in place.
+        out_dtype: dtype of the result; None for the dtype of out, or of out_partial without out.
+        return_lse: argument of version 4. The other arguments of version 4 are ignored, so rows beyond seqused are
+            computed as well.
 
     Returns:
-        out like one part, and its log-sum-exp, float32 [..., num_heads], or None without return_lse.
+        out with the shape of one part, and its log-sum-exp, float32 [..., num_heads]; None without return_lse.
 
     Raises:
         InvalidInputError: a shape, dtype or device is invalid.
@@ -120,7 +124,7 @@ def flash_attn_combine(
     num_splits=0, pack_gqa=None, sm_margin=0: None
 )  # fmt: skip
 def get_scheduler_metadata(arguments: dict[str, Any]) -> torch.Tensor:
-    """Return an int32 on the device of cache_seqlens, for scheduler_metadata, which has no effect here."""
+    """Return a dummy int32 tensor for scheduler_metadata, which has no effect here."""
     check_is_tensor("cache_seqlens", arguments["cache_seqlens"])
     return torch.zeros(1, dtype=torch.int32, device=arguments["cache_seqlens"].device)
 

@@ -1,8 +1,8 @@
-"""FlashAttention 4's functions (`flash_attn.cute`), with its order of arguments; `flash_attention` describes them.
+"""FlashAttention 4's functions (`flash_attn.cute`) with its order of arguments; see `flash_attention` for them.
 
-Both return (out, lse); lse is None unless return_lse. In window_size None is no limit. Negative numbers are edges: with
-(None, -2) a query sees keys up to two positions before its own. If the sum of both is negative, there is no limit. With
-causal the second is 0.
+Both functions return (out, lse); lse is None unless return_lse. None in window_size means no limit. Negative numbers
+are edges: with (None, -2), a query sees keys up to two positions before its own. If the sum of both is negative, there
+is no limit. With causal, the right edge is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
     block_sparse_tensors_bwd=None, return_lse=False: None
 )  # fmt: skip
 def flash_attn_func(arguments: dict[str, Any]) -> Result:
-    """Attention of sequences of equal length."""
+    """Compute attention of sequences of equal length."""
     return attend("flash_attn_func", arguments, has_negative_edges=True)
 
 
@@ -37,13 +37,13 @@ def flash_attn_func(arguments: dict[str, Any]) -> Result:
     return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False: None
 )  # fmt: skip
 def flash_attn_varlen_func(arguments: dict[str, Any]) -> Result:
-    """Attention of sequences of different lengths.
+    """Compute attention of sequences of different lengths.
 
-    q and k may also be [batch, seqlen, num_heads, head_dim], without their cu_seqlens. A maximum length of None means
-    all rows.
+    q and k may also be [batch, seqlen, num_heads, head_dim] without cu_seqlens. A maximum length of None means all
+    rows.
     """
     return attend("flash_attn_varlen_func", arguments, has_negative_edges=True)
 
 
 def get_scheduler_metadata(*args: Any, **named: Any) -> None:
-    """Return None for scheduler_metadata: nothing is scheduled in advance here."""
+    """Return None for scheduler_metadata, because nothing is scheduled in advance here."""

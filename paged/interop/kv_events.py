@@ -1,3 +1,3 @@
-"""KV events for routers, by the import path that pages name."""
+"""KV events for routers, at the documented import path."""
 
 from paged.serving.http.kv_events import KvEventPublisher as KvEventPublisher

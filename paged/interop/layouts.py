@@ -1,6 +1,6 @@
 """Conversion of every FlashAttention layout of queries and keys to rows, offsets and a block table.
 
-Lengths, offsets and ids are checked on the CPU only: reading them from a GPU would wait for it.
+Lengths, offsets and ids are checked only if they are on the CPU, because reading them from a GPU would wait for it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import torch
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import Arguments
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM
-from paged.kernels.common.checks import FLOAT_DTYPES, check_dtype, check_tensor
-from paged.kernels.common.id_checks import Sequences, check_sequences_on_host
-from paged.kernels.common.scalars import as_int
+from paged.kernels.core.checks import FLOAT_DTYPES, MAX_HEAD_DIM, check_dtype, check_tensor
+from paged.kernels.core.errors import as_int
+from paged.kernels.core.ids import Sequences, check_sequences_on_host
 
 
 class Batch(NamedTuple):
-    """Arguments of `paged_attention`, by its names.
+    """Arguments of `paged_attention`.
 
-    seq_lens: number of keys before new ones are appended.
+    seq_lens: number of keys of each sequence before new keys are appended.
     """
 
     q: torch.Tensor
@@ -42,7 +41,7 @@ class Batch(NamedTuple):
 
 
 def lengths(args: Arguments, key: str, size: int, device: torch.device) -> torch.Tensor | None:
-    """Return a contiguous int32 [size] argument on `device`, or None."""
+    """Return an argument as contiguous int32 [size] on `device`, or None."""
     tensor = args.optional_tensor(key)
     if tensor is not None:
         check_tensor(key, tensor, (size,), (torch.int32,), device)
@@ -60,7 +59,7 @@ def unpack(args: Arguments) -> None:
     for name, keys in (("qkv", ("q", "k_cache", "v_cache")), ("kv", ("k_cache", "v_cache"))):
         if name in args:
             packed = args.tensor(name)
-            if num_q_heads and packed.dim() == 4:  # as version 3 reads it, of no other shape
+            if num_q_heads and packed.dim() == 4:  # version 3 reads only this shape in this way
                 num_kv_heads, remainder = divmod(packed.shape[2] - num_q_heads, 2)
                 if num_kv_heads < 1 or remainder:
                     raise InvalidInputError(f"num_heads_q: {num_q_heads}, qkv has {packed.shape[2]} heads")
@@ -80,11 +79,11 @@ def unpack(args: Arguments) -> None:
 
 
 def read_batch(args: Arguments) -> Batch:
-    """Read queries and keys of any layout. Keys that are not a cache are copied if their last stride is not 1.
+    """Read queries and keys of any layout. Keys outside a cache are copied if their last stride is not 1.
 
-    Queries: [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys: blocks with a block
-    table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...]. Without a table, a packed row
-    is a block of one token, and a padded sequence is one block.
+    Queries are [batch, seqlen_q, num_q_heads, head_dim], or [total_q, ...] with cu_seqlens_q. Keys are blocks with a
+    block table, [total_k, num_kv_heads, head_dim] with cu_seqlens_k, or [batch, seqlen_k, ...]. Without a table, a
+    packed row becomes a block of one token, and a padded sequence becomes one block.
     """
     q = args.tensor("q")
     check_dtype("q", q, *FLOAT_DTYPES, torch.float8_e4m3fn)
@@ -133,7 +132,7 @@ def read_batch(args: Arguments) -> Batch:
         else:
             args.put("block_table", None, "cache_batch_idx")
         table = rows.to(torch.int32).unsqueeze(1)
-        if longest == 0:  # no keys: blocks of one token that no table refers to
+        if longest == 0:  # no keys: make blocks of one token that no table refers to
             k = k.new_zeros(k.shape[0], 1, *k.shape[2:])
             v = v.new_zeros(v.shape[0], 1, *v.shape[2:])
             table = table[:, :0]
@@ -147,10 +146,10 @@ def read_batch(args: Arguments) -> Batch:
 
 
 def by_token(batch: Batch, left_padding: torch.Tensor) -> Batch:
-    """Return the same keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
+    """Return the keys in blocks of one token, without the first left_padding (int32 [num_seqs]) of each sequence.
 
     Raises:
-        UnsupportedError: the stride of blocks is not a multiple of the stride of tokens.
+        UnsupportedError: the blocks' stride is not a multiple of the tokens' stride.
     """
     k, v, table = batch.k_cache, batch.v_cache, batch.block_table
     num_blocks, block_size = k.shape[:2]
@@ -192,7 +191,7 @@ def check_within(name: str, values: torch.Tensor, low: int, high: torch.Tensor |
 
 
 def check_lengths(batch: Batch, num_new: torch.Tensor | int) -> None:
-    """Check lengths and block ids; num_new: keys to be appended to each sequence."""
+    """Check lengths and block ids. num_new: number of keys to append to each sequence."""
     if is_readable(batch.seq_lens):
         room = batch.max_seqlen_k - num_new
         check_within("seq_lens", batch.seq_lens, 0, room, f"{_few(room)}, for which there is room")
@@ -221,7 +220,7 @@ def _check_shapes(
     elif is_packed:
         rows = ("total_k",)
     elif "cache_batch_idx" in args or (args.adds_keys and k.dim() == 4 and k.shape[0] > num_seqs):
-        rows = "batch_cache", "seqlen_cache"  # without cache_batch_idx, the first rows are the sequences'
+        rows = "batch_cache", "seqlen_cache"  # without cache_batch_idx, sequence i uses row i
     dtypes = q.dtype, torch.float8_e4m3fn
     check_tensor("k_cache", k, (*rows, "num_kv_heads", head_dim), dtypes, q.device)
     check_tensor("v_cache", v, (*k.shape[:-1], "v_head_dim"), (k.dtype,), q.device)
@@ -238,7 +237,7 @@ def _check_shapes(
 def _seq_lens(
     args: Arguments, num_seqs: int, max_seqlen: int, offsets: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the number of keys of each sequence: as given, from the offsets, or all."""
+    """Return the number of keys of each sequence: as given, else from the offsets, else all."""
     seq_lens = args.get("seq_lens")
     if args.names.get("seq_lens") == "cache_seqlens" and seq_lens is not None and getattr(seq_lens, "ndim", 0) == 0:
         length = as_int("cache_seqlens", seq_lens)

@@ -1,3 +1,3 @@
-"""Grammars for `token_mask`, by the import path that pages name."""
+"""Grammars for `token_mask`, at the documented import path."""
 
 from paged.serving.grammar.structured import GrammarCompiler as GrammarCompiler

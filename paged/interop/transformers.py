@@ -5,7 +5,7 @@
     model.set_experts_implementation("paged_triton")
     model.generate_batch(...)
 
-Continuous batching keeps K and V in transformers' own pages; layers with full attention read them in place.
+Continuous batching keeps K and V in transformers' own pages. Layers with full attention read them in place.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from transformers.utils import generic
 from paged.errors import UnsupportedError
 from paged.interop.flash_attention import flash_attn_varlen_func
 from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
-from paged.kernels.common.attention.plan import AttentionPlan
-from paged.kernels.common.operation import bound_for, layout
+from paged.kernels.core.operation import bound_for, layout
 from paged.kernels.moe.fused_moe import fused_moe
 
 NAME = "paged_triton"
 
-# Modules of continuous batching that ask whether an implementation needs masks. Apart from "sdpa" and "paged|eager"
-# they only admit names with "flash".
+# Modules of continuous batching that ask `is_flash_attention_requested` whether an implementation needs masks. Besides
+# "sdpa" and "paged|eager", they admit only names with "flash".
 _ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
-# The cache's own method. Models of transformers 5.24 call it before the attention function; in 5.23 that function does.
+# The cache's own method. In transformers 5.24 models call it before the attention function; in 5.23 the attention
+# function calls it.
 _UPDATE = cache.PagedAttentionCache.update
-# Constants of gpt-oss's gate in `fused_moe`'s "swiglu_oai".
+# Constants of gpt-oss's gate in "swiglu_oai" of `fused_moe`.
 _CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
 
 def register() -> None:
-    """Add `paged_triton` to transformers' attention and experts functions, and admit it to continuous batching.
+    """Register `paged_triton` as attention and experts function of transformers, also for continuous batching.
 
-    May be called repeatedly. For inference only: the attention needs the cache of `generate_batch`.
+    May be called repeatedly. For inference only, because the attention needs the cache of `generate_batch`.
 
     Raises:
-        UnsupportedError: this transformers version selects implementations for continuous batching differently; 5.23
-            and 5.24 work.
+        UnsupportedError: this version of transformers selects implementations differently; 5.23 and 5.24 work.
     """
     for module in _ASKING:
         if not hasattr(module, "is_flash_attention_requested"):
@@ -65,7 +65,7 @@ def register() -> None:
 def _needs_no_mask(
     config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
 ) -> bool:
-    """Replace transformers' `is_flash_attention_requested`: true also for `paged_triton`, unless a version is given."""
+    """Replacement of `is_flash_attention_requested`: also true for `paged_triton`, unless a version is given."""
     name = requested_attention_implementation if config is None else config._attn_implementation
     if name == NAME:
         return version is None
@@ -75,9 +75,9 @@ def _needs_no_mask(
 def _update_or_pass_on(
     self: Any, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace `PagedAttentionCache.update`: for `paged_triton`, leave the update to the attention function.
+    """Replacement of `PagedAttentionCache.update`: for `paged_triton`, leave the update to the attention function.
 
-    The function then gets the new keys and values alone, and the cache in its arguments.
+    The attention function then gets only the new keys and values, with the cache as an argument.
     """
     if self.config._attn_implementation != NAME:
         return _UPDATE(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
@@ -86,14 +86,14 @@ def _update_or_pass_on(
 
 
 class PagedTritonAttention:
-    """An attention function of transformers for continuous batching."""
+    """Attention function of transformers for continuous batching."""
 
     def __init__(self) -> None:
-        # Block table and plan, by the step's write index and whether a graph is being captured: objects made before the
-        # capture are not part of the graph.
+        # Block table and plan of a step, by its write index and by whether a graph is being captured. A capture needs
+        # its own objects, because objects made before it are not part of the graph.
         self._steps: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-    # Not compiled, like transformers' own paged functions: its cache returns views of one tensor.
+    # Not compiled, like transformers' own paged functions, because the cache returns views of one tensor.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
@@ -116,14 +116,14 @@ class PagedTritonAttention:
 
         Args:
             query: [1, num_q_heads, num_tokens, head_dim].
-            key, value: [1, num_kv_heads, num_tokens, head_dim]; with full attention value may be narrower.
+            key, value: [1, num_kv_heads, num_tokens, head_dim]; with full attention, value may have a smaller head_dim.
 
         Returns:
-            Attention [1, num_tokens, num_q_heads, the values' head_dim], and None for weights.
+            Attention [1, num_tokens, num_q_heads, the values' head_dim], and None in place of attention weights.
 
-        Raises:
-            UnsupportedError: no paged cache, a mask, a position bias, dropout, a block table for new keys, or heads of
-                other sizes than the cache's.
+            Raises:
+                UnsupportedError: there is no paged cache, or there is a mask, a position bias, dropout, a block table
+                    for new keys, or a head size that differs from the cache's.
         """
         paged_cache, table = kwargs.get("cache"), kwargs.get("block_table")
         refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
@@ -154,7 +154,8 @@ class PagedTritonAttention:
             expected = f"in this layer the cache of generate_batch has {heads} heads of {head_dim}"
             raise UnsupportedError(f"{shapes}; {expected}")
         if not allocator.supports_block_table:
-            # A windowed layer's cache is a ring: new keys replace the oldest ones before those have been read.
+            # The cache of a layer with a window is a ring. Use the keys that the update returns: it overwrites the
+            # oldest keys in the ring.
             key, value = _UPDATE(paged_cache, key, value, layer, kwargs)
             flash_attn_varlen_func(
                 q,
@@ -173,7 +174,7 @@ class PagedTritonAttention:
         write_index = kwargs["write_index"][allocator.index]
         reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
         block_table, plan = self._step(allocator, write_index, kwargs)
-        bound_for(paged_attention, *kind.values(), *layout(k_cache, v_cache, s_aux))(
+        bound_for(paged_attention, "plan", *kind.values(), *layout(k_cache, v_cache, s_aux))(
             q,
             k_cache,
             v_cache,
@@ -190,10 +191,10 @@ class PagedTritonAttention:
     def _step(
         self, allocator: Any, write_index: torch.Tensor, kwargs: dict[str, Any]
     ) -> tuple[torch.Tensor, AttentionPlan]:
-        """Return the block table and the plan, from the index of every token to read.
+        """Return the block table and the plan, derived from the index of every token to read.
 
-        Tokens fill each page from its first slot. The index is empty if nothing was cached before; then the tokens
-        to read are the new ones.
+        Tokens fill each page from its first slot. If nothing was cached before, the index is empty and the tokens to
+        read are the new tokens.
         """
         steps: dict[bool, tuple[torch.Tensor, AttentionPlan]] = self._steps.setdefault(write_index, {})
         capturing = write_index.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -216,7 +217,7 @@ def fused_experts_forward(
     """Run transformers' experts with `fused_moe`, without gradients.
 
     Raises:
-        UnsupportedError: a tensor requires a gradient, or as in `_read_experts`.
+        UnsupportedError: a tensor requires a gradient, or `_read_experts` raises it.
     """
     weights, ids = top_k_weights.float().contiguous(), top_k_index.to(torch.int32).contiguous()
     return fused_moe(hidden_states, topk_weights=weights, topk_ids=ids, **_read_experts(self))
@@ -225,11 +226,11 @@ def fused_experts_forward(
 def _read_experts(experts: Any) -> dict[str, Any]:
     """Return weights, biases and activation of an experts module, as arguments of `fused_moe`.
 
-    Weights stored as [num_experts, in, out] are reordered in memory once, so that the rows of each output are
-    contiguous; the parameter keeps its shape and values.
+    Weights [num_experts, in, out] are reordered in memory once, so that the row of each output is contiguous. The
+    parameter keeps its shape and values.
 
     Raises:
-        UnsupportedError: the experts are not gated SiLU or gpt-oss MLPs, or their weights have another order.
+        UnsupportedError: the experts are neither gated SiLU nor gpt-oss MLPs, or their weights have another order.
     """
     gate = type(experts)._apply_gate
     is_clamped = gate.__qualname__ == "GptOssExperts._apply_gate"
@@ -266,7 +267,7 @@ def _transposed(weight: torch.Tensor) -> torch.Tensor:
     """Return [num_experts, out, in] with contiguous rows."""
     if weight.stride(-2) == 1:
         return weight.mT
-    # Memory allocated in a graph belongs to the graph.
+    # Do not keep the copy in a graph, because memory allocated there belongs to the graph.
     if torch.compiler.is_compiling() or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
         return weight.mT.contiguous()
     weight.data = weight.data.mT.contiguous().mT

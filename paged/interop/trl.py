@@ -1,4 +1,4 @@
-"""Rollouts for TRL's `GRPOTrainer` by an engine of this package: its `rollout_func`, as TRL 1.16 calls it."""
+"""Rollouts for TRL's `GRPOTrainer` (its `rollout_func`, as of TRL 1.16) by an engine of this package."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ class RolloutError(PagedError):
 
 
 class RolloutFunction:
-    """One completion of each prompt by the trainer's weights: `GRPOTrainer(..., rollout_func=RolloutFunction(engine))`.
+    """Rollout function: `GRPOTrainer(..., rollout_func=RolloutFunction(engine))`.
 
-    The engine gets the trainer's weights whenever `trainer.state.global_step` is another one. Equal prompts that follow
-    each other, a group of GRPO, are one request with `n` completions.
+    It completes each prompt once with the trainer's weights, which the engine gets whenever `trainer.state.global_step`
+    has changed. Consecutive equal prompts (a GRPO group) become one request with `n` completions.
 
     Args:
-        engine: runs the checkpoint that the trainer began with, under `EngineConfig(logprobs_mode="processed")`: TRL
-            divides its own logits by the temperature, too. With a `ChatTokenizer`, prompts may be texts or messages.
-        params: of every completion; None for those of the trainer's `GRPOConfig`. With a seed, each group has the next.
-        weights: makes of the trainer what `Engine.update_weights` takes; None takes a transformers model's weights.
+        engine: runs the trainer's initial checkpoint with `EngineConfig(logprobs_mode="processed")`, because TRL also
+            divides its logits by the temperature. With a `ChatTokenizer`, prompts may be texts or messages.
+        params: sampling parameters of every completion; None for the parameters of the trainer's `GRPOConfig`. A seed
+            increases by one from group to group.
+        weights: function from the trainer to an argument of `Engine.update_weights`; None for a transformers model.
     """
 
     def __init__(
@@ -37,11 +38,11 @@ class RolloutFunction:
         self._num_groups = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Return prompt_ids, completion_ids and logprobs of the completions' tokens, a list for each prompt.
+        """Return prompt_ids, completion_ids and logprobs of the completions' tokens, each with a list per prompt.
 
         Raises:
-            RolloutError: a completion failed, with its reason.
-            As `Engine.update_weights` and `Engine.generate`.
+            RolloutError: a completion failed; the message has the reason.
+            Any error of `Engine.update_weights` and `Engine.generate`.
         """
         params = self._begin(trainer)
         group_prompts, group_params = [], []
@@ -68,13 +69,13 @@ class RolloutFunction:
         return lists
 
     def score(self, prompt_ids: list[Any], completion_ids: list[list[int]], trainer: Any) -> list[list[float]]:
-        """Return the log probabilities of completions' tokens under the trainer's weights, a list for each completion.
+        """Return the log probabilities of completions' tokens under the trainer's weights, a list per completion.
 
-        They come from a forward of whole completions by the engine's operations. If the engine is `batch_invariant`,
-        and `params` have no filters and penalties, they have the bits of those that the rollout returned.
+        The engine's operations run whole completions in one forward. If the engine is `batch_invariant` and `params`
+        have no filters or penalties, the numbers equal the rollout's bit by bit.
 
         Raises:
-            As `Engine.update_weights` and `Engine.score`.
+            Any error of `Engine.update_weights` and `Engine.score`.
         """
         params = self._begin(trainer)
         scores = []
@@ -83,7 +84,7 @@ class RolloutFunction:
         return scores
 
     def _begin(self, trainer: Any) -> SamplingParams:
-        """Take the trainer's weights if they are new; return the parameters of completions."""
+        """Load the trainer's weights if they are new; return the sampling parameters."""
         if trainer.state.global_step != self._step:
             self._engine.update_weights(self._weights(trainer))
             self._step = trainer.state.global_step
@@ -91,7 +92,7 @@ class RolloutFunction:
 
 
 def model_weights(trainer: Any) -> Any:
-    """Return names as in a checkpoint and weights of a trainer's transformers model, whole on this process."""
+    """Return (checkpoint name, weight) pairs of a trainer's transformers model, with weights gathered here."""
     from transformers.core_model_loading import revert_weight_conversion
 
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -101,6 +102,6 @@ def model_weights(trainer: Any) -> Any:
 
 
 def _params_of(args: Any) -> SamplingParams:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    names = ("temperature", "repetition_penalty", *SamplingParams().filters)
     values = {name: getattr(args, name) for name in names}
     return SamplingParams(**values, max_tokens=args.max_completion_length)

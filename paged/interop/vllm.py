@@ -1,4 +1,4 @@
-"""vLLM's cache write and fused experts on this project's operations, with the arguments of vLLM 0.33."""
+"""Cache write and fused experts with the arguments of vLLM 0.33, on this project's operations."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.arguments import as_flag
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
-from paged.kernels.common.checks import check_is_tensor, refuse_gradients
-from paged.kernels.common.errors import arguments_named
-from paged.kernels.common.scalars import as_int, shown
+from paged.kernels.core.checks import check_is_tensor, refuse_gradients
+from paged.kernels.core.errors import arguments_named, as_int, shown
 from paged.kernels.moe.fused_moe import fused_moe
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 E4M3_CACHES = ("fp8", "fp8_e4m3")
-# vLLM's names for gpt-oss's activation: alternating rows of w1, or all gate rows first.
+# vLLM's names for gpt-oss's activation, and whether gate and up rows of w1 alternate.
 _SWIGLU = {"swigluoai": True, "swigluoai_uninterleave": False}
-# vLLM's "relu2" has gates, ours has none.
+# vLLM's "relu2" has gates, while this project's "relu2" has none.
 _OWN_NAMES = {"relu2_no_mul": "relu2", "relu2": "relu2 with gates"}
 # Attributes that identify vLLM's configuration of quantised experts.
 _QUANT_CONFIG = ("quant_dtype", "weight_quant_dtype", "w1_bias", "w2_bias")
@@ -35,19 +34,19 @@ def reshape_and_cache_flash(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Write new K and V to the cache, as `vllm._custom_ops.reshape_and_cache_flash`.
+    """Write new K and V to the cache, like `vllm._custom_ops.reshape_and_cache_flash`.
 
     Args:
-        key, value: [at least num_tokens, num_kv_heads, head_dim]; rows beyond num_tokens are padding.
+        key, value: [num_tokens or more, num_kv_heads, head_dim]; rows beyond num_tokens are padding.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim]; uint8 means e4m3.
-        slot_mapping: int64 [num_tokens]; negative to skip a token.
+        slot_mapping: int64 [num_tokens]; a negative slot skips the token.
         kv_cache_dtype: "auto", "float16" and "bfloat16" store values unchanged and ignore the scales; "fp8" and
             "fp8_e4m3" divide values by their scales.
         k_scale, v_scale: float32, one value or [num_kv_heads].
 
     Raises:
-        UnsupportedError: another kv_cache_dtype, or a tensor requires a gradient.
-        InvalidInputError: as in `reshape_and_cache`.
+        UnsupportedError: another kv_cache_dtype is given, or a tensor requires a gradient.
+        InvalidInputError: see `reshape_and_cache`.
     """
     if not isinstance(kv_cache_dtype, str) or kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
         known = ", ".join(map(repr, PLAIN_CACHES + E4M3_CACHES))
@@ -87,7 +86,7 @@ def fused_experts(
     """Run `fused_moe` with the arguments of vLLM's `fused_experts`.
 
     Args:
-        topk_weights, topk_ids: as in `fused_moe`, of any float and integer dtype.
+        topk_weights, topk_ids: as in `fused_moe`, with any float and integer dtype.
         activation: "silu", "gelu", "gelu_tanh", "swigluoai" (w1's gate and up rows alternate),
             "swigluoai_uninterleave" or "relu2_no_mul", or the member of vLLM's enumeration with that value.
         global_num_experts: length of expert_map, or of w1 without one; -1 for either.
@@ -95,9 +94,9 @@ def fused_experts(
         inplace: whether to write the result to hidden_states.
 
     Raises:
-        UnsupportedError: another activation, router weights on the input, quantised experts, or a tensor requires a
-            gradient.
-        InvalidInputError: as in `fused_moe`.
+        UnsupportedError: another activation, router weights applied to the input, quantised experts, or a tensor that
+            requires a gradient.
+        InvalidInputError: see `fused_moe`.
     """
     arguments = {"hidden_states": hidden_states, "w1": w1, "w2": w2, "topk_weights": topk_weights, "topk_ids": topk_ids}
     _check("fused_experts", arguments, expert_map=expert_map)
@@ -111,7 +110,7 @@ def fused_experts(
         raise InvalidInputError(f"global_num_experts: {num_experts}, expected -1 or {list(known)}")
     if topk_ids.dtype not in _INTEGERS:
         raise InvalidInputError(f"topk_ids: dtype {topk_ids.dtype}, expected an integer dtype")
-    if topk_ids.dtype == torch.int64:  # ids that are no expert stay invalid
+    if topk_ids.dtype == torch.int64:  # clamp, so that ids beyond int32 stay invalid
         topk_ids = topk_ids.clamp(-1, torch.iinfo(torch.int32).max)
     if quant_config is not None and not any(hasattr(quant_config, name) for name in _QUANT_CONFIG):
         raise UnsupportedError(f"quant_config: {shown(quant_config)}, expected None or vLLM's")

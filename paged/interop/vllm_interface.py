@@ -1,10 +1,10 @@
-"""Tell what the installed vLLM changed in what the backend relies on.
+"""Compare the installed vLLM with the interface that the backend relies on.
 
     python -m paged.interop.vllm_interface [--record]
 
-Prints lines that are gone (-), new (+), or whose function has another body (~, to be read). "!" marks lines that the
-backend overrides, calls or reads. If one of these is gone, the exit code is 1, and the plug-in refuses a vLLM that it
-was not tested with. --record writes `RECORD`. Importing this module imports no vLLM.
+Prints lines that are gone (-), new (+), or whose function has another body (~, to be reviewed). "!" marks lines that
+the backend overrides, calls or reads. If a marked line is gone, the exit code is 1, and the plug-in refuses an untested
+vLLM. --record writes `EXPECTED`. Importing this module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECORD = Path(__file__).with_name("vllm_interface.txt")
-# Of a class all public members are recorded, unless one is named.
+EXPECTED = Path(__file__).with_name("vllm_interface.txt")
+# Names in vLLM that the backend needs. An entry without a member means the class with all its public members.
 NAMES = (
     "vllm.config:CompilationConfig.static_forward_context",
     "vllm.config:ParallelConfig.cp_kv_cache_interleave_size",
@@ -48,7 +48,7 @@ NAMES = (
     "vllm.v1.attention.backends.registry:register_backend",
     "vllm.v1.attention.backends.utils:get_dcp_local_seq_lens",
 )
-# The backend's classes, which import vLLM.
+# The backend's own classes, as text because importing them imports vLLM.
 DERIVED = (
     "paged.interop.vllm_engine.backend:PagedBackend",
     "paged.interop.vllm_engine.backend:PagedImpl",
@@ -58,7 +58,7 @@ DERIVED = (
 
 
 class Line(NamedTuple):
-    """A name with a function's parameters or a class's fields. digest: of the body, "" without one."""
+    """Recorded name with a function's parameters or a class's fields. digest: hash of the body, "" if none."""
 
     text: str
     digest: str = ""
@@ -68,12 +68,12 @@ class Line(NamedTuple):
 def gone() -> list[str]:
     """Return the lines that the backend relies on and the installed vLLM lacks."""
     installed = {line.text for line in _installed()}
-    return [line.text for line in _recorded() if line.is_used and line.text not in installed]
+    return [line.text for line in _expected() if line.is_used and line.text not in installed]
 
 
-def _recorded() -> list[Line]:
+def _expected() -> list[Line]:
     lines = []
-    for line in RECORD.read_text().splitlines():
+    for line in EXPECTED.read_text().splitlines():
         mark, text, digest = line.split("\t")
         lines.append(Line(text, digest, mark == "!"))
     return lines
@@ -120,13 +120,13 @@ def _fields(value: Any) -> list[str]:
 
 
 def _line(name: str, value: Any) -> Line:
-    """Return a function's name with its parameters, "=" after those with a default, and the digest of its body."""
+    """Return a function's name with its parameters ("=" marks a default) and the digest of its body."""
     if not inspect.isroutine(value):
         return Line(name)
     try:
         parameters = inspect.signature(value).parameters.values()
         source = inspect.getsource(value)
-    except (TypeError, ValueError, OSError):  # written in C
+    except (TypeError, ValueError, OSError):  # functions written in C have no signature
         return Line(name)
     stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     words = []
@@ -137,7 +137,7 @@ def _line(name: str, value: Any) -> Line:
 
 
 def _with_uses(lines: Iterator[Line]) -> Iterator[Line]:
-    """Mark members of classes as unused, unless `NAMES` names them or the backend's class has them, too."""
+    """Mark class members as unused unless `NAMES` names them or the backend's class also has them."""
     members: dict[str, set[str]] = {}
     for path in DERIVED:
         module, _, class_name = path.partition(":")
@@ -157,17 +157,17 @@ def main() -> int:
     if parser.parse_args().record:
         marks = {True: "!", False: " "}
         lines = _with_uses(_installed())
-        RECORD.write_text("".join(f"{marks[line.is_used]}\t{line.text}\t{line.digest}\n" for line in lines))
+        EXPECTED.write_text("".join(f"{marks[line.is_used]}\t{line.text}\t{line.digest}\n" for line in lines))
         return 0
-    recorded = {line.text: line for line in _recorded()}
+    expected = {line.text: line for line in _expected()}
     installed = {line.text: line for line in _installed()}
-    for text in sorted({**recorded, **installed}):
-        mark = "!" if text in recorded and recorded[text].is_used else " "
+    for text in sorted({**expected, **installed}):
+        mark = "!" if text in expected and expected[text].is_used else " "
         if text not in installed:
             print(f"-{mark}", text)
-        elif text not in recorded:
+        elif text not in expected:
             print("+ ", text)
-        elif recorded[text].digest != installed[text].digest:
+        elif expected[text].digest != installed[text].digest:
             print(f"~{mark}", text)
     return 1 if gone() else 0
 

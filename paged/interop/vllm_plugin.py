@@ -1,4 +1,4 @@
-"""vLLM's entry point `vllm.general_plugins`: registers this attention as backend CUSTOM."""
+"""Plug-in for vLLM's entry point `vllm.general_plugins`: registers this attention as backend CUSTOM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from paged.interop.vllm_interface import gone
 
-# Versions that are tested. Others are taken if they lack nothing of vllm_interface.txt.
+# Tested versions of vLLM. Another version is accepted if it has all marked lines of vllm_interface.txt.
 VERSIONS = ("0.32", "0.33")
 BACKEND = "paged.interop.vllm_engine.backend.PagedBackend"
 
@@ -16,11 +16,11 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the backend as `AttentionBackendEnum.CUSTOM`; this does not select it.
+    """Register the backend as `AttentionBackendEnum.CUSTOM` without selecting it.
 
-    vLLM calls it in each of its processes, even if another backend is in use. It logs a warning with the reason and
-    leaves vLLM unchanged if VERSIONS lacks vLLM's version and its interface is another, or if CUSTOM is another
-    plug-in's. Selecting CUSTOM then gives vLLM's own error, or that plug-in's backend.
+    vLLM calls this in each of its processes, even if another backend is in use. If vLLM's version is untested and its
+    interface differs, or if another plug-in holds CUSTOM, it logs a warning and leaves vLLM unchanged. Selecting CUSTOM
+    then gives vLLM's own error or the other plug-in's backend.
     """
     import vllm
 
@@ -49,10 +49,10 @@ def register() -> None:
 
 
 def _offer_on_cpu(custom: Any) -> None:
-    """Let the CPU platform accept CUSTOM, which it would otherwise replace by its own backend.
+    """Make the CPU platform accept CUSTOM, which it would otherwise replace by its own backend.
 
-    Its choice is wrapped once: for CUSTOM it answers like vLLM's GPU platforms, with the path or the reasons against
-    it.
+    The platform's choice is wrapped once. For CUSTOM it returns the backend's path or raises with the reasons against
+    it, like vLLM's GPU platforms.
     """
     from vllm import platforms
 

@@ -1,11 +1,11 @@
-"""Processes for work that cannot be interrupted: the system ends them at a limit of time or memory.
+"""Processes for work that cannot be interrupted, with limits of time and memory that the system enforces.
 
-A root process is started once and loads its modules. Every piece of work runs in a branch, a fork of it, which takes
-milliseconds and has the root's state. A branch can branch again. A branch ends with its work's limit, when its `Branch`
-is closed or dropped, and with the process that holds that, however it ends and whatever the branch does.
+A root process starts once and loads its modules. Every piece of work runs in a branch: a fork of the root, which takes
+milliseconds to make and inherits the root's state. A branch can branch again. A branch ends when its work reaches a
+limit, when its `Branch` is closed or dropped, and when the process that holds the `Branch` ends in any way.
 
-A branch that ends at a limit, or by a crash of its work, says so before it ends. One that ends in silence was ended by
-the system or never made, as where there are no more processes, descriptors or memory.
+A branch that ends at a limit or by a crash of its work reports this before it ends. A branch that ends without a report
+was ended by the system, or could not be made for lack of processes, descriptors or memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from typing import NamedTuple
 
 from paged.errors import PagedError, UnsupportedError
 
-_REQUEST = struct.Struct("<Idd")  # bytes that follow, 0 to branch; limits of CPU time and time in seconds
-_REPLY = struct.Struct("<Id")  # bytes that follow, CPU time taken
-# Isolated mode: neither the environment nor the working folder changes the modules.
+_REQUEST = struct.Struct("<Idd")  # bytes that follow (0 asks for a branch), limits of CPU time and of real time in s
+_REPLY = struct.Struct("<Id")  # bytes that follow, CPU time used in s
+# Code of a root. Python runs it in isolated mode, so that neither environment nor working folder can replace modules.
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[3:]; from paged.tools.bounded_process import serve; "
     "serve(sys.argv[1], int(sys.argv[2]))"
@@ -40,34 +40,34 @@ _PIECE = 1 << 16
 
 
 class ProcessEndedError(PagedError):
-    """The process of a `Branch` has ended, at a limit or by a crash, before it answered."""
+    """The process of a `Branch` ended at a limit or by a crash before it answered."""
 
 
 class ProcessLostError(ProcessEndedError):
-    """The system has ended a process or gave none; the same work may succeed later."""
+    """The system ended a process or could not start one; the same work may succeed later."""
 
 
 class Reply(NamedTuple):
-    """What a branch answers, and the CPU time that it took in seconds."""
+    """Answer of a branch, and the CPU time used in seconds."""
 
     message: bytes
     cpu_s: float
 
 
 class Branch:
-    """The caller's end of a process, which answers one request at a time."""
+    """Caller's end of a process that answers one request at a time."""
 
     def __init__(self, connection: socket.socket, life: socket.socket | None = None) -> None:
-        """life: ends the process when it is closed; the process writes there why it ends."""
+        """life: connection whose closing ends the process; the process writes the reason of its own end there."""
         self._socket, self._life = connection, life
         self._is_closed = False
         self._last_words = b""
 
     def branch(self) -> Branch:
-        """Return a copy of the process in its state of now, if no request is under way.
+        """Return a copy of the process in its current state; no request may be in progress.
 
         Raises:
-            ProcessEndedError: it has ended. If the copy cannot be made, this comes at its first reply.
+            ProcessEndedError: the process has ended. If the copy cannot be made, its first reply raises this.
         """
         with contextlib.ExitStack() as opened:
             try:
@@ -85,15 +85,15 @@ class Branch:
         return Branch(parent_end, parent_life)
 
     def send(self, message: bytes, *, cpu_s: float, seconds: float) -> None:
-        """Send a request. The process ends if it takes more CPU time than `cpu_s`, or more time than `seconds`.
+        """Send a request. The process ends if the request takes more CPU time than `cpu_s` or more time than `seconds`.
 
-        A process that has ended shows when the reply is received.
+        If the process has already ended, receiving the reply raises the error.
         """
         with contextlib.suppress(OSError):
             self._socket.sendall(_REQUEST.pack(len(message), cpu_s, seconds) + message)
 
     def is_ready(self, timeout: float = 0.0) -> bool:
-        """Wait until a reply is there, or the process has ended; return whether that came within `timeout` seconds."""
+        """Wait up to `timeout` seconds for a reply or the end of the process; return whether one came."""
         return _is_readable(self._socket, timeout)
 
     def receive(self) -> Reply:
@@ -111,12 +111,12 @@ class Branch:
         raise self._ended()
 
     async def ask(self, message: bytes, *, seconds: float, cpu_s: float | None = None) -> Reply:
-        """Send a request and wait for the reply without blocking the event loop; cpu_s: as much as `seconds` if None.
+        """Send a request and await the reply. cpu_s: limit of CPU time; None for `seconds`.
 
         Raises:
             ProcessEndedError: the process has ended.
         """
-        import asyncio  # not in the process itself, whose start it would double
+        import asyncio  # imported here, because it would double the start time of the root
 
         loop = asyncio.get_running_loop()
         try:
@@ -127,7 +127,7 @@ class Branch:
 
         def wake() -> None:
             loop.remove_reader(self._socket)
-            if not is_here.done():  # cancelled in the same moment
+            if not is_here.done():  # may be cancelled at the same moment
                 is_here.set_result(None)
 
         loop.add_reader(self._socket, wake)
@@ -138,17 +138,17 @@ class Branch:
         return self.receive()
 
     def close(self) -> None:
-        """End the process, whatever it does. What waits for a reply gets `ProcessEndedError`."""
+        """End the process, whatever it does. A caller that waits for a reply gets `ProcessEndedError`."""
         self._is_closed = True
         for connection in (self._life, self._socket):
             if connection is not None:
-                with contextlib.suppress(OSError):  # it has ended
+                with contextlib.suppress(OSError):  # the process has already ended
                     connection.shutdown(socket.SHUT_RDWR)
 
     def _ended(self) -> ProcessEndedError:
-        """Return the error of a process that has ended."""
+        """Return the error that tells why the process ended."""
         if self._life is not None and not self._last_words:
-            # Only now: while a process lives, reading here may signal it.
+            # Read only after the process has ended, because reading may send a signal to a live process.
             with contextlib.suppress(OSError):
                 self._last_words = self._life.recv(_PIECE, socket.MSG_DONTWAIT)
         if self._is_closed or self._last_words:
@@ -157,18 +157,18 @@ class Branch:
 
 
 class Root:
-    """A process that has loaded a module, for branches. It starts when the first is asked for, and after it has ended.
+    """Process with a loaded module, to make branches from. It starts on first use, and again after it has ended.
 
     Args:
-        module: its `handler()` returns the function that answers requests, from bytes to bytes.
-        niceness: how much the caller's own work goes first.
+        module: module whose `handler()` returns the function that answers requests, from bytes to bytes.
+        niceness: niceness of the process; higher values give way to the caller's work.
     """
 
     def __init__(self, module: str, *, niceness: int = 0) -> None:
         self._arguments = [module, str(niceness)]
         self._forget()
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)  # the process belongs to the parent
+            os.register_at_fork(after_in_child=self._forget)  # the root belongs to the parent
 
     def _forget(self) -> None:
         self._lock = threading.Lock()
@@ -182,8 +182,9 @@ class Root:
             UnsupportedError: this system has no fork.
         """
         with self._lock:
-            if self._process is None or self._process.is_ready():  # it answers nothing, so it has ended
-                self._process = None  # first, so that nothing is left of it if there are no more processes
+            # A root sends nothing, so a readable socket means that it has ended.
+            if self._process is None or self._process.is_ready():
+                self._process = None  # first, in case a new process cannot be started
                 self._process = self._start()
             return self._process.branch()
 
@@ -195,7 +196,7 @@ class Root:
         except OSError as error:
             raise ProcessLostError(f"a process with limits of time and memory cannot start: {error}") from error
         paths = [os.path.abspath(path) for path in sys.path]
-        # One thread: a fork copies no other.
+        # Limit libraries to one thread, because a fork copies only the calling thread.
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         try:
             process = subprocess.Popen(
@@ -204,8 +205,8 @@ class Root:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment,
-                # Only the caller handles the terminal's interrupts. A session of its own would take half of a busy CPU,
-                # however nice: Linux shares it out among sessions first (sched_autogroup).
+                # Only the caller gets the terminal's interrupts. A new session would do the same, but Linux shares a
+                # CPU among sessions first (sched_autogroup), so the root would get half of it despite its niceness.
                 process_group=0,
             )
         except (OSError, ValueError) as error:
@@ -219,19 +220,19 @@ class Root:
 
 
 def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """End a root."""
+    """End a root process."""
     if owner == os.getpid():  # not in a fork of the owner
         process.kill()
         process.wait()
 
 
 def serve(module: str, niceness: int) -> None:
-    """Answer the requests at stdin in this process and its branches until the other end is closed."""
+    """Answer requests from stdin, in this process and its branches, until the other end is closed."""
     life: socket.socket | None = None
     connection = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # a branch that has ended leaves nothing
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended branches leave no zombies
     os.nice(niceness)
     handle = import_module(module).handler()
     while True:
@@ -250,13 +251,13 @@ def serve(module: str, niceness: int) -> None:
                 connection = socket.socket(fileno=descriptors[0])
                 life = socket.socket(fileno=descriptors[1])
                 _end_with(life)
-            else:  # without a copy, the asker sees that the other ends are closed
+            else:  # if there is no copy, the requester sees closed connections
                 for descriptor in descriptors:
                     os.close(descriptor)
             continue
         message = _receive(connection, size)
         before = time.process_time()
-        # No code in Python handles these signals, so the system ends the process, even within a function in C++.
+        # These signals have no Python handlers, so the system ends the process even within a C++ function.
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
@@ -267,12 +268,12 @@ def serve(module: str, niceness: int) -> None:
             os._exit(1)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        with contextlib.suppress(OSError):  # nobody waits any more
+        with contextlib.suppress(OSError):  # the requester is gone
             connection.sendall(_REPLY.pack(len(answer), time.process_time() - before) + answer)
 
 
 def _is_child() -> bool:
-    """Fork; return whether this is the copy. Without memory or processes for one there is none."""
+    """Fork; return whether this is the child process. If the system refuses a fork, there is no child."""
     try:
         return os.fork() == 0
     except OSError:
@@ -280,12 +281,12 @@ def _is_child() -> bool:
 
 
 def _end_with(life: socket.socket) -> None:
-    """Let SIGIO end this process when the other end is closed, even within a function in C++.
+    """Let SIGIO end this process when the other end is closed, even within a C++ function.
 
-    On a connection with data, the signal of bytes that have been read may come late, and would end it too. Signals of
-    limits and crashes end it as well, and are written there first.
+    The connection carries no requests, because a late SIGIO for bytes already read would end the process. A limit or a
+    crash is reported there before it ends the process.
     """
-    import fcntl  # which systems without fork lack
+    import fcntl  # missing on systems without fork
 
     faulthandler.enable(life, all_threads=False)
     for limit in (signal.SIGPROF, signal.SIGALRM):
@@ -293,12 +294,12 @@ def _end_with(life: socket.socket) -> None:
 
     fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    if _is_readable(life):  # it was closed before
+    if _is_readable(life):  # closed before the signal was set up
         os._exit(0)
 
 
 def _is_readable(connection: socket.socket, timeout: float = 0.0) -> bool:
-    """Wait for bytes or the end; return whether that came within `timeout` seconds."""
+    """Wait up to `timeout` seconds for bytes or the end of a connection; return whether one came."""
     waiter = select.poll()
     waiter.register(connection, select.POLLIN)
     return bool(waiter.poll(max(timeout, 0.0) * 1000))
@@ -319,7 +320,7 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _data_bytes() -> int:
-    """Return the bytes of data of this process."""
+    """Return the size of this process's data segment in bytes."""
     import resource
 
     with open("/proc/self/statm") as counts:
@@ -329,16 +330,16 @@ def _data_bytes() -> int:
 
 @lru_cache(maxsize=1)
 def _own_memory() -> int:
-    """Return the bytes of data of this process when it is first asked."""
+    """Return the size of the data segment at the first call."""
     return _data_bytes()
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the memory of this process to what it had at the first call and as much more."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # a system without such limits
+    """Limit the data segment of this process to its size at the first call plus `num_bytes`."""
+    with contextlib.suppress(ImportError, ValueError, OSError):  # the system has no such limits
         import resource
 
-        # Without this, a signal that ends a process would write a core dump.
+        # Write no core dump when a signal ends the process.
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit = _own_memory() + num_bytes
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -347,13 +348,13 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def may_have_memory(num_bytes: int) -> bool:
-    """Return whether the system would give this process as much as `limit_memory` of `num_bytes` allows.
+    """Return whether the system has the memory that `limit_memory(num_bytes)` allows this process.
 
-    After a MemoryError, False says that the system is short of memory, and that the work is not to blame.
+    After a MemoryError, False means that the system is short of memory, so the work is not at fault.
     """
     try:
         spare = _own_memory() + num_bytes - _data_bytes()
-        # Half of it: the allocator rounds up, and keeps some of what was freed.
+        # Try to map half of the spare bytes, because the allocator rounds up and keeps some freed memory.
         mmap.mmap(-1, max(spare // 2, mmap.PAGESIZE)).close()
     except (OSError, MemoryError):
         return False

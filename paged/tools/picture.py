@@ -1,4 +1,4 @@
-"""A picture of a KV cache at one moment, as text or SVG: its blocks and the sequences that hold them."""
+"""Picture of a KV cache as text or SVG: its blocks and the sequences that hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["free", "cached", "own", "shared", "copy"]
 _LETTERS = string.ascii_letters + string.digits
-# Kind -> mark and meaning.
+# Mark and meaning of each kind of block.
 _KINDS: dict[Kind, tuple[str, str]] = {
     "free": (".", "free"),
     "cached": ("~", "free, holds K/V that a prompt may begin with"),
@@ -26,8 +26,8 @@ _KINDS: dict[Kind, tuple[str, str]] = {
     "shared": ("+", "held by several sequences"),
     "copy": ("!", "held by several, copied when one of them writes its next token"),
 }
-_CELL, _LINE, _LETTER = 22, 18, 8  # pixels; a letter of 12 takes 7.2 in most monospaced fonts
-_LONGEST_ID = 200  # characters shown of a request id or a namespace
+_CELL, _LINE, _LETTER = 22, 18, 8  # pixels; a letter of size 12 is about 7 wide
+_LONGEST_ID = 200  # in characters, of a request id or a namespace
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BlockCell:
     """One block in a picture.
 
     Attributes:
-        kind: "free", "cached", "own", "shared", or "copy" if it is copied before the next write.
+        kind: "free", "cached", "own", "shared", or "copy" if it must be copied before the next write.
         holders: indices of the sequences that hold it.
         fill: fraction of its positions with valid K/V.
     """
@@ -48,7 +48,7 @@ class BlockCell:
 
 @dataclass(frozen=True)
 class SequenceLine:
-    """One sequence in a picture; `letter` marks its blocks, `num_swapped` counts its blocks in host memory."""
+    """One sequence in a picture. `letter` marks its blocks, `num_swapped` counts its blocks in host memory."""
 
     letter: str
     request_id: SeqId
@@ -66,7 +66,7 @@ class CachePicture:
     Attributes:
         cells: blocks 1 to num_blocks, in order.
         sequences: live sequences, oldest first.
-        summary: the cache's counts, as a sentence.
+        summary: the cache's counts as a sentence.
     """
 
     cells: tuple[BlockCell, ...]
@@ -79,9 +79,9 @@ class CachePicture:
         return sum(cell.kind == kind for cell in self.cells)
 
     def text(self, columns: int = 32) -> str:
-        """Draw for a terminal: a cell is the letter of the first sequence that holds the block, and a mark.
+        """Draw for a terminal. A cell shows the letter of the first sequence that holds the block, and a mark.
 
-        The lines below name all holders of shared blocks.
+        Lines below the cells name all holders of shared blocks.
         """
         _check_columns(columns)
         cells: list[str] = []
@@ -107,7 +107,7 @@ class CachePicture:
         return "\n".join(lines + self._shared_lines())
 
     def _shared_lines(self) -> list[str]:
-        """Return the letters of all holders of each run of shared blocks."""
+        """Return a line with the holders' letters for each run of shared blocks."""
         lines = []
         for holders, cells in itertools.groupby(self.cells, key=lambda cell: cell.holders):
             if len(holders) > 1:
@@ -117,7 +117,7 @@ class CachePicture:
         return lines
 
     def svg(self, columns: int = 32) -> str:
-        """Draw as a stand-alone SVG: a cell has a stripe per holder, filled like the block."""
+        """Draw as a stand-alone SVG. A cell has a stripe per holder, filled as far as the block is."""
         _check_columns(columns)
         num_rows = -(-len(self.cells) // columns)
         body: list[str] = []
@@ -150,7 +150,7 @@ class CachePicture:
         dashes = ' stroke-dasharray="3 2"' if cell.kind == "copy" else ""
         stroke = "black" if len(cell.holders) > 1 else "#999"
         stripes, width = [], size / max(len(cell.holders), 1)
-        height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # also for NaN
+        height = size * cell.fill if 0 <= cell.fill <= 1 else 0.0  # 0 for NaN as well
         for stripe, index in enumerate(cell.holders):
             stripes.append(
                 f'<rect x="{x + stripe * width:.1f}" y="{y + size - height:.1f}" width="{width:.1f}" '
@@ -164,12 +164,12 @@ class CachePicture:
 
 
 def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | None = None) -> CachePicture:
-    """Take a picture of the cache at one moment, whatever other threads do.
+    """Take a consistent picture of the cache, also while other threads use it.
 
-    names: names to show in place of request ids, by the `cache_id` of the handles.
+    names: names to show in place of sequence ids, by these ids.
     """
     names, block_size, num_tables = names or {}, manager.config.block_size, len(manager.config.tables)
-    with manager._guard:  # so that nothing changes between the calls
+    with manager._guard:  # so that the cache does not change between the calls
         stats, pressure, cached = manager.stats(), manager.pressure, set(manager.cached_blocks())
         tables: list[tuple[tuple[int, ...], int]] = []
         lines: list[SequenceLine] = []
@@ -178,7 +178,7 @@ def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | Non
             tables.append((blocks, handle.num_tokens))
             line = SequenceLine(
                 letter=_LETTERS[index : index + 1] or "?",
-                request_id=names.get(handle.cache_id, handle.request_id),
+                request_id=names.get(handle.cache_id, handle.cache_id),
                 namespace=handle.namespace,
                 num_tokens=handle.num_tokens,
                 num_cached_tokens=handle.num_cached_tokens,
@@ -188,10 +188,10 @@ def cache_picture(manager: PagedKvCacheManager, names: Mapping[SeqId, str] | Non
             lines.append(line)
     holders: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
-    is_next: set[int] = set()  # blocks that a sequence's next token goes into
+    is_next: set[int] = set()  # blocks that the next tokens of sequences go into
     for index, (blocks, num_tokens) in enumerate(tables):
         for entry, block in enumerate(blocks):
-            if block == 0:  # swapped out, or behind the sliding window
+            if block == 0:  # swapped out or behind the sliding window
                 continue
             logical = entry // num_tables
             holders.setdefault(block, []).append(index)
@@ -235,5 +235,5 @@ def _check_columns(columns: int) -> None:
 
 
 def _colour(index: int) -> str:
-    """Return a hue; consecutive hues are a golden angle apart, so that neighbours differ for any number."""
+    """Return a colour by index. Consecutive hues are a golden angle apart, so neighbours always differ."""
     return f"hsl({index * 137.5 % 360:.0f} 65% 60%)"

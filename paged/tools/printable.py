@@ -1,25 +1,23 @@
-"""Text from files and users made safe to show: terminal controls and characters not in XML are escaped."""
+"""Escaping of text from files and users for safe display: terminal controls, characters not in XML."""
 
 from __future__ import annotations
 
 from unicodedata import category
 
-# Joiners shape scripts and emoji and are harmless; all other format characters hide or reorder text.
+# Joiners shape scripts and emoji and are harmless. All other format characters can hide or reorder text.
 _HARMLESS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
-# Control characters (ESC and C1 among them), format characters (bidirectional overrides), lone surrogates, line and
+# Categories to escape: controls (ESC, C1), format characters (bidirectional overrides), lone surrogates, line and
 # paragraph separators.
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def printable(text: str) -> str:
-    """Return the text with `\\x1b`, `\\u202e` and so on for all terminal controls except newlines and tabs."""
+    """Escape terminal controls except newlines and tabs, for example as `\\x1b` or `\\u202e`."""
     return _escaped(text, but_for=_HARMLESS + "\n\t")
 
 
 def one_line(value: object, limit: int = 2000) -> str:
-    """Return `str(value)` like `printable`, but on one line: newlines and tabs are escaped too, and a text longer than
-    `limit` is cut in its middle.
-    """
+    """Return `str(value)` on one line, with all controls escaped and the middle cut if it exceeds `limit`."""
     try:
         text = value if isinstance(value, str) else str(value)
     except Exception as error:  # a caller's class may raise anything
@@ -30,12 +28,12 @@ def one_line(value: object, limit: int = 2000) -> str:
 
 
 def xml_text(value: object, limit: int = 500) -> str:
-    """Like `one_line`, with characters that XML allows; the writer must escape markup."""
+    """Like `one_line`, but also escape characters that XML forbids; the writer must escape markup."""
     return _escaped(one_line(value, limit), also="\ufffe\uffff")
 
 
 def _escaped(text: str, *, but_for: str = _HARMLESS, also: str = "") -> str:
-    """Return characters in Python's notation: \\n, \\x1b, \\u202e, \\U000e0001."""
+    """Return characters as Python escapes: \\n, \\x1b, \\u202e, \\U000e0001."""
     if text.isascii() and text.isprintable():
         return text
     escapes: dict[int, str] = {}

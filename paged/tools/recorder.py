@@ -1,9 +1,9 @@
-"""Recordings of calls of operations: one file holds all that another machine needs to make the call again.
+"""Recorded calls of operations: one file holds everything that another machine needs to repeat the call.
 
-`PAGED_RECORD=DIR`, or `paged.record(DIR)`, writes a safetensors file for each chosen call: tensors with their strides
-and dtypes, all other arguments, what the call returned and wrote, and the versions, device and git state. Of caches
-only the blocks that the call reaches are kept. `paged verify --replay FILE` checks the call,
-`paged bench --replay FILE` times it.
+`PAGED_RECORD=DIR` or `paged.record(DIR)` writes a safetensors file for each chosen call. It holds tensors with strides
+and dtypes, all other arguments, the results (returned and written), and versions, device and git state. From caches, it
+holds only the blocks that the call reaches. `paged verify --replay FILE` checks the call, `paged bench --replay FILE`
+times it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, InvalidInputError
-from paged.kernels.common.device import backend
-from paged.kernels.common.numba_ops.recording import recording
-from paged.kernels.common.operation import Call, current_watch, watch_calls
+from paged.kernels.core.device import backend
+from paged.kernels.core.operation import Call, current_watch, watch_calls
+from paged.kernels.cpu.recording import recording
 from paged.tools.printable import one_line
-from paged.tools.recordings.decoder import PARTS, Decoder, checked_extents, operation_named, read_file
-from paged.tools.recordings.encoder import FORMAT, Encoder, reached_blocks
+from paged.tools.recorded_calls.decoder import PARTS, Decoder, checked_extents, operation_named, read_file
+from paged.tools.recorded_calls.encoder import FORMAT, Encoder, reached_blocks
 
 _LOG = logging.getLogger("paged")
-# Held while a recording begins or ends.
+# Held while a recorder starts or ends.
 _CHANGES = threading.Lock()
 
 
@@ -46,9 +46,9 @@ class RecordedCall(NamedTuple):
 
     Attributes:
         operation: name of the operation.
-        arguments: by name, with the strides, and the offsets modulo 16 bytes, that they had.
-        returned: what the call returned, None if it raised.
-        written: arguments that the call writes to, as it left them.
+        arguments: arguments by name, with their original strides and offsets modulo 16 bytes.
+        returned: result of the call, None if it raised.
+        written: final values of the arguments that the call writes to.
         about: error, backend, versions, device, git state and date.
     """
 
@@ -68,22 +68,22 @@ def record(
     failed: bool = False,
     max_files: int = 100,
 ) -> Iterator[Path]:
-    """Write calls of operations to files in a folder while the context is open, for all threads of the process.
+    """Write operation calls of all threads to files in a folder while the context is open.
 
-    Steps run without graphs meanwhile, and each recorded call waits for the device. Calls in compiled graphs are
-    recorded, too. Recordings may overlap and end in any order: each gets all calls that begin while it is open. A call
-    that cannot be recorded, as on a full disk, runs as it would without a recording. The first one is logged, the
-    number of all is when the recording ends.
+    Meanwhile steps run without graphs, and each recorded call waits for the device. Calls in compiled graphs are also
+    recorded. Recorders may overlap and end in any order. Each gets all calls that start while it is open. If a call
+    cannot be recorded (for example, on a full disk), it runs normally. The first such call is logged; the total is
+    logged when the recorder ends.
 
     Args:
-        folder: made if it is not there. Files are named by operation, process and number.
-        operations: names of those to record; all by default.
-        every: records each call whose number, counted by operation from 0, is a multiple of this.
-        failed: records only calls that raise, or that return NaN or infinity.
-        max_files: after so many files nothing more is recorded.
+        folder: target folder, created if missing. Files are named by operation, process and number.
+        operations: names of the operations to record; None for all.
+        every: record each call whose number, counted per operation from 0, is a multiple of this.
+        failed: record only calls that raise or that return NaN or infinity.
+        max_files: limit for the number of files.
 
     Raises:
-        InvalidInputError: a name is no operation, a number is not at least 1, or the folder cannot be made.
+        InvalidInputError: a name is no operation, a number is below 1, or the folder cannot be created.
     """
     recorder = _Recorder(Path(folder), operations, every, failed, max_files)
     _begin(recorder)
@@ -94,11 +94,13 @@ def record(
 
 
 def record_as_environment_says() -> None:
-    """Record for the rest of the process. PAGED_RECORD is the folder, PAGED_RECORD_OPS the names with commas between,
-    PAGED_RECORD_EVERY a number, and PAGED_RECORD_FAILED=1 leaves out calls that succeed.
+    """Record for the rest of the process, as the environment variables say.
+
+    PAGED_RECORD is the folder, PAGED_RECORD_OPS a comma-separated list of names, PAGED_RECORD_EVERY a number, and
+    PAGED_RECORD_FAILED=1 skips calls that succeed.
 
     Raises:
-        InvalidInputError: a value does not fit.
+        InvalidInputError: a value is invalid.
     """
     names = [name for name in os.environ.get("PAGED_RECORD_OPS", "").split(",") if name]
     every = os.environ.get("PAGED_RECORD_EVERY", "1")
@@ -118,7 +120,7 @@ def write_call(
     returned: Any = None,
     written: dict[str, Any] | None = None,
 ) -> None:
-    """Write a call for another process of this machine, which reads it by `read_call`; `block_ids` as an `Encoder`."""
+    """Write a call for `read_call` in another process of this machine. block_ids: see `Encoder`."""
     encoder = Encoder(block_ids)
     about: dict[str, Any] = {"format": FORMAT, "operation": operation, "number": 0, "error": None, "versions": {}}
     about |= {"git": None, "machine": "", "backend": {}, "device": "", "date": ""}
@@ -128,11 +130,11 @@ def write_call(
 
 
 def read_call(path: str | os.PathLike[str], device: torch.device) -> RecordedCall:
-    """Read a recorded call, with its tensors on a device. The file may come from a stranger: it runs no code.
+    """Read a recorded call with its tensors on a device. Safe for untrusted files, because no code of them runs.
 
     Raises:
-        CheckpointError: the file is not there, holds no recorded call of an operation, or needs more memory than there
-            is.
+        CheckpointError: the file is missing, holds no recorded call of an operation, or needs more memory than the
+            device has.
     """
     from safetensors import SafetensorError
 
@@ -149,13 +151,13 @@ def read_call(path: str | os.PathLike[str], device: torch.device) -> RecordedCal
         returned = decoders["returned"].value(contents["returned"]["value"], str(signature.return_annotation))
         written = decoders["written"].arguments(contents["written"]["value"], signature)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
-        # RuntimeError: PyTorch has no memory for a size, or JSON is nested too deeply.
+        # RuntimeError: PyTorch lacks memory for a size, or the JSON is nested too deeply.
         raise CheckpointError(f"{path}: holds no recorded call: {one_line(error, 300)}") from error
     return RecordedCall(about.pop("operation"), arguments, returned, written, about)
 
 
-class _Recordings:
-    """The `Watch` while there are recordings: each of them sees every call."""
+class _Recorders:
+    """The `Watch` of operations while recorders are open; passes every call to each of them."""
 
     def __init__(self, recorders: tuple[_Recorder, ...]) -> None:
         self.recorders = recorders
@@ -168,30 +170,30 @@ class _Recordings:
 
 def _under_way() -> tuple[_Recorder, ...]:
     watch = current_watch()
-    if isinstance(watch, _Recordings):
+    if isinstance(watch, _Recorders):
         return watch.recorders
     return ()
 
 
 def _begin(recorder: _Recorder) -> None:
     with _CHANGES:
-        watch_calls(_Recordings((*_under_way(), recorder)))
+        watch_calls(_Recorders((*_under_way(), recorder)))
 
 
 def _end(recorder: _Recorder) -> None:
-    """End one recording, whichever others go on."""
+    """End one recorder; the others continue."""
     with _CHANGES:
         recorders = _under_way()
-        others = tuple(other for other in recorders if other is not recorder)
-        if others:
-            watch_calls(_Recordings(others))
+        remaining = tuple(other for other in recorders if other is not recorder)
+        if remaining:
+            watch_calls(_Recorders(remaining))
         elif recorders:
             watch_calls(None)
     recorder.log_end()
 
 
 class _Recorder:
-    """One recording. Nothing that goes wrong in it changes the calls that it sees."""
+    """The writer of one `record`. Its errors do not affect the calls that it records."""
 
     def __init__(self, folder: Path, operations: Sequence[str], every: int, failed: bool, max_files: int) -> None:
         for name in operations:
@@ -225,12 +227,12 @@ class _Recorder:
         return returned
 
     def log_end(self) -> None:
-        """Log how many calls are not recorded, if more than the one that was logged."""
+        """Log the number of unrecorded calls, if there are more than the one logged before."""
         if self._num_faults > 1:
-            _LOG.warning("recording in %s: %d calls are not recorded", self.folder, self._num_faults)
+            _LOG.warning("recorder in %s: %d calls are not recorded", self.folder, self._num_faults)
 
     def _try(self, call: Call, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what a step returns, or None if it raises: a fault of the recording is none of the call."""
+        """Return the result of a recorder step, or None if it raises, so that its errors do not reach the call."""
         try:
             return step(*arguments)
         except Exception as error:
@@ -239,12 +241,12 @@ class _Recorder:
                 is_first = self._num_faults == 1
             if is_first:
                 reason = one_line(f"{type(error).__name__}: {one_line(error)}")
-                message = "recording in %s: a call of %s is not recorded: %s; further ones are counted"
+                message = "recorder in %s: a call of %s is not recorded: %s; further ones are counted"
                 _LOG.warning(message, self.folder, call.operation, reason)
         return None
 
     def _drafted(self, call: Call) -> _Draft | None:
-        """Return the call with its arguments as they are before it; None if it is not to be recorded."""
+        """Return a draft with the arguments before the call; None if the call is not recorded."""
         number = self._number(call.operation)
         if number is None or _is_hidden():
             return None
@@ -267,7 +269,7 @@ class _Recorder:
         self._write(draft)
 
     def _number(self, operation: str) -> int | None:
-        """Return the call's number if it is to be recorded."""
+        """Return the call's number if it is recorded, else None."""
         if self._operations and operation not in self._operations:
             return None
         with self._lock:
@@ -289,7 +291,7 @@ class _Recorder:
             raise
 
     def _write_file(self, draft: _Draft) -> None:
-        """Write the file, or leave nothing."""
+        """Write the whole file or no file."""
         about = draft.about
         about["backend"] = backend()._asdict()
         about["device"] = draft.encoder.device
@@ -305,7 +307,7 @@ class _Recorder:
 
 
 class _Draft(NamedTuple):
-    """A call that is recorded. written: arguments that it writes to."""
+    """A call being recorded. written: arguments that the call writes to."""
 
     about: dict[str, Any]
     encoder: Encoder
@@ -313,9 +315,9 @@ class _Draft(NamedTuple):
 
 
 def _new_file(folder: Path, name: str) -> tuple[Path, Path]:
-    """Make an empty draft, and return it and the path, which no file has, that it is for.
+    """Create an empty temporary file; return it and the unused path of the final file.
 
-    Another recording may write to the same folder, and number its calls alike.
+    The path must be checked, because another recorder may use the same folder and the same numbers.
     """
     stem = name
     copy = 0
@@ -331,7 +333,7 @@ def _new_file(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def _is_hidden() -> bool:
-    """Return whether a graph is being captured, or a step recorded, in which nothing may be read."""
+    """Return whether a graph or step is being captured, so that tensors cannot be read."""
     is_capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return is_capturing or recording() is not None
 
@@ -343,7 +345,7 @@ def _is_written(name: str, value: Any, mutates: Sequence[str]) -> bool:
 
 
 def _is_finite(returned: Any) -> bool:
-    """Return whether tensors hold neither NaN nor infinity; -inf is the log-sum-exp of no key."""
+    """Return whether tensors hold neither NaN nor +inf; -inf is allowed, as the log-sum-exp of no key."""
     if isinstance(returned, tuple | list):
         return all(_is_finite(item) for item in returned)
     if not isinstance(returned, torch.Tensor) or not returned.is_floating_point():
@@ -355,7 +357,7 @@ def _is_finite(returned: Any) -> bool:
 def _versions() -> dict[str, str]:
     import paged
 
-    # paged may not be installed; torch's metadata may not name the build
+    # importlib.metadata is not enough: paged may not be installed, and torch's metadata may lack the build
     versions = {"python": platform.python_version(), "paged": paged.__version__, "torch": torch.__version__}
     for package in ("triton", "numba", "numpy"):
         with suppress(PackageNotFoundError):
@@ -364,7 +366,7 @@ def _versions() -> dict[str, str]:
 
 
 def _git_state() -> str | None:
-    """Return the commit of the sources and the files that differ from it; None outside of a checkout."""
+    """Return the commit of the sources and the changed files; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)

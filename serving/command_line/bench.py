@@ -17,7 +17,7 @@ from paged.serving.command_line.safe_output import print_json
 
 @dataclass(frozen=True)
 class Preset:
-    """module: within `paged.bench`, imported by name because it imports this package. arguments: before the user's."""
+    """Benchmark preset. module: module in `paged.bench`, imported by name to avoid a cycle. arguments: defaults."""
 
     module: str
     summary: str
@@ -41,7 +41,7 @@ PRESETS = {
     "compare": Preset("compare", "two results or two checkouts: ratios, and whether a case became slower"),
     "report": Preset("report.build", "a page of tables from results written with --json"),
 }
-# Presets that `all` runs, most important first.
+# Presets that `paged bench all` runs, most important first.
 _ALL = ("attention", "moe", "kernels", "engine", "cache")
 
 DESCRIPTION = (
@@ -61,10 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List the presets, or run one or all.
+    """List the presets, run a preset, or run all.
 
     Raises:
-        UnsupportedError: the preset needs a GPU or a package that is missing.
+        UnsupportedError: the preset needs a GPU or package that is missing.
     """
     if args.replay is not None:
         return _run_module("--replay", "verification.speed", args.replay)
@@ -94,7 +94,7 @@ def _run_module(name: str, path: str, arguments: list[str]) -> int:
         module = importlib.import_module(f"paged.bench.{path}")
     except ImportError as error:
         raise UnsupportedError(f"paged bench {name} needs {error.name}, which is not installed") from error
-    # argparse takes the command's name for help and errors from sys.argv[0].
+    # argparse reads the command's name for help and errors from sys.argv[0].
     before, sys.argv[0] = sys.argv[0], f"paged bench {name}"
     try:
         return module.main(arguments) or 0
@@ -103,10 +103,10 @@ def _run_module(name: str, path: str, arguments: list[str]) -> int:
 
 
 def _run_all(arguments: Sequence[str]) -> int:
-    """Run the benchmarks in turn, each in its own process; return the worst exit code."""
+    """Run the benchmarks one after the other, each in its own process; return the worst exit code."""
     parser = argparse.ArgumentParser(prog="paged bench all", description="Run the benchmarks and write a report.")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for results; %(default)s")
-    parser.add_argument("--repeats", type=int, help="samples a case")
+    parser.add_argument("--repeats", type=int, help="samples per case")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     repeats = ["--repeats", str(options.repeats)] if options.repeats else []
@@ -123,5 +123,5 @@ def _run_all(arguments: Sequence[str]) -> int:
 
 
 def _call(*arguments: str) -> int:
-    """Run a benchmark in a process and return its exit code; death by a signal counts as failure."""
+    """Run a benchmark in a process and return its exit code; an end by a signal counts as failure."""
     return abs(subprocess.run([sys.executable, "-m", "paged", "bench", *arguments], check=False).returncode)

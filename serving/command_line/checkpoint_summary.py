@@ -1,4 +1,4 @@
-"""Describe a checkpoint and its memory needs from config.json and the headers of its weight files."""
+"""Description of a checkpoint and its memory needs, from config.json and the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SIZES = ("num_layers", "num_attention_heads", "num_kv_heads", "head_dim", "voca
 
 
 class Needs(NamedTuple):
-    """kv_tokens: the number of tokens that fit beside the weights. The other fields are named as in `summarize`."""
+    """Memory needs. kv_tokens: number of tokens that fit besides the weights. For other fields see `summarize`."""
 
     parameters: int
     weight_bytes: int
@@ -50,17 +50,22 @@ def summarize(
 ) -> dict[str, Any]:
     """Describe a folder in Hugging Face layout; an unsupported model is described as far as possible.
 
-    spreads: one rank of each way to share the model.
+    spreads: configurations of one rank, for each way to distribute the model.
 
-    Returns values by name, None if unknown. reason: why the model is not supported, with the option's name.
-    backend: "native", or the class of transformers and why it runs; None if nothing runs.
-    unknown_keys: keys of config.json that nothing reads and that may change the answers. missing:
-    absent files. parameters: count after loading; stored elements if unsupported. tensors: elements by dtype.
-    stored_bytes: size of the weight files. weight_bytes: size after loading, with packed weights packed and others in
-    `dtype`. kv_bytes_per_token: K and V of all layers. state_bytes, conv_bytes: recurrent states of a
-    sequence, and rows of their convolutions. kv_tokens: tokens that fit into `device_bytes` beside the
-    weights, in whole blocks, over all sequences. sliding_layers: number of layers with a sliding window. ranks: these
-    values for each of `spreads`; `sent_bytes` is sent for each token with logits.
+    Returns these values by name, None if unknown:
+        reason: why the model is not supported, with the option's name.
+        backend: "native", or the class of transformers and the reason; None if the model cannot run.
+        unknown_keys: unread keys of config.json that may change the answers.
+        missing: absent files.
+        parameters: count after loading; number of stored elements if the model is not supported.
+        tensors: number of elements by dtype.
+        stored_bytes: size of the weight files.
+        weight_bytes: size after loading; packed weights stay packed, all others have `dtype`.
+        kv_bytes_per_token: K and V of all layers.
+        state_bytes, conv_bytes: recurrent states of a sequence, and rows of their convolutions.
+        kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights.
+        sliding_layers: number of layers with a sliding window.
+        ranks: these values for each of `spreads`; `sent_bytes` counts the bytes sent per token with logits.
 
     Raises:
         CheckpointError: config.json or a weight file is missing or malformed.
@@ -113,7 +118,7 @@ def summarize(
             named = text_tensors(network_class, config, stored)
             config = with_stored_layout(replace(config, quantization=as_stored(config.quantization, named)), named)
         if config.quantization is not None:
-            meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed this way
+            meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed
         if dtype is None:
             dtype = config.dtype
         cache_dtype = kv_cache_dtype or dtype
@@ -188,10 +193,10 @@ def _needs(
 
 
 def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
-    """Return parameters and bytes after loading; plain weights are counted on one layer of each kind, times its layers.
+    """Return parameters and bytes after loading. Plain weights are counted for one layer of each kind and multiplied.
 
     Raises:
-        UnsupportedError: loading would raise it.
+        UnsupportedError: loading would fail.
     """
     if isinstance(config, ModuleConfig):
         parameters = sum(parameter.numel() for parameter in network_class(config).parameters())

@@ -1,4 +1,4 @@
-"""The command line: `paged COMMAND`. A command's module is imported when it runs, so that help needs no torch."""
+"""Command line `paged COMMAND`. A command's module is imported when it runs, so that help needs no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
-    """Report an error in one line; argparse would print the usage first, 20 lines for `generate`."""
+    """Parser that reports an error in one line, without argparse's usage of up to 20 lines."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {one_line(message)} (see {self.prog} --help)\n")
@@ -43,16 +43,15 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    The exit code is 1 for an error or a wrong result, 2 for arguments that do not parse, 130 after an interrupt.
-    An error is one line on stderr. Python's development mode (`python -X dev -m paged`) adds the traceback if the error
-    is not one of this package's.
+    The exit code is 1 for an error or a wrong result, 2 for invalid arguments, 130 after an interrupt. An error is one
+    line on stderr. Python's development mode (`python -X dev -m paged`) adds the traceback of unexpected errors.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         with safe_output():
             args = _parser(argv).parse_args(argv)
             if args.imports:
-                sys.path.append("")  # the current folder, which a program, unlike `python -m`, does not search
+                sys.path.append("")  # search the current folder, as `python -m` does
             for module in args.imports:
                 importlib.import_module(module)
             return int(args.run(args))
@@ -61,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         drop_unwritten()
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of the output has closed it
+    except BrokenPipeError:  # the reader has closed the pipe
         drop_unwritten()
         return 0
-    except OSError as error:  # a full disk
+    except OSError as error:  # for example, a full disk
         return _failed(error)
     except Exception as error:
         if sys.flags.dev_mode:
@@ -73,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start() -> int:
-    """Run `main` as its own process; an interrupt at any moment, imports included, exits with 130."""
+    """Run `main` as a program. An interrupt at any moment, also during imports, exits with 130."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         return main()
@@ -86,7 +85,7 @@ def _leave(*_: object) -> NoReturn:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """Raise the interrupt. During an import, which could catch or replace it, exit at once."""
+    """Raise the interrupt; during an import, exit at once, because imports may catch or replace it."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             _leave()
@@ -95,7 +94,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _failed(error: Exception) -> int:
-    with contextlib.suppress(OSError, AttributeError):  # stderr is full or closed: only the exit code remains
+    with contextlib.suppress(OSError, AttributeError):  # stderr is full or closed; only the exit code remains
         reason = getattr(error, "strerror", None) or error
         if not isinstance(error, PagedError) and getattr(error, "filename", None) is not None:
             reason = f"{error.filename}: {reason}"  # type: ignore[attr-defined]
@@ -105,7 +104,7 @@ def _failed(error: Exception) -> int:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of all commands; only the called one has its arguments."""
+    """Return the parser of all commands; only the called command has its arguments."""
     parser = _Parser(prog="paged", description="Paged attention and fused MoE in Triton.")
     parser.add_argument("--version", action="version", version=f"paged {paged.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")

@@ -1,4 +1,4 @@
-"""`paged generate`: answer prompts with a checkpoint, many at once."""
+"""`paged generate`: answer prompts in batches with a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from paged.serving.text.chat_tokenizer import ChatTokenizer
 
 _MAX_COUNT = 100_000
-# The file may be /dev/zero; 64 MiB hold more tokens than any context.
+# Limit of the prompt file in bytes, because the file may be endless, like /dev/zero. No context holds as many tokens.
 _MAX_BYTES = 64 << 20
-# Metrics of the engine to print.
+# Engine metrics to print.
 _COUNTS = "steps mixed_steps prefill_tokens decode_tokens draft_tokens accepted_tokens".split()
 Report = dict[str, Any]
 
@@ -44,7 +44,7 @@ DESCRIPTION = (
 
 
 class Prompt(NamedTuple):
-    """expected: the right answer, if known."""
+    """A prompt. expected: the right answer, or None if unknown."""
 
     text: str
     expected: str | None = None
@@ -52,7 +52,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """index: the prompt's. adapter: None for the base model."""
+    """A request for a prompt. index: index of the prompt. adapter: None for the base model."""
 
     index: int
     prompt: Prompt
@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="before each prompt; implies --chat; may be repeated",
+        help="image before each prompt; implies --chat; may be repeated",
     )
     prompts.add_argument("--system", metavar="TEXT", help="with --chat: the system message")
     prompts.add_argument(
@@ -106,9 +106,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     sampling = parser.add_argument_group("sampling")
     default = "default: from generation_config.json"
-    sampling.add_argument("-n", type=int, default=1, help="answers a prompt")
+    sampling.add_argument("-n", type=int, default=1, help="answers per prompt")
     sampling.add_argument(
-        "--max-new-tokens", type=int, default=32, metavar="N", dest="max_tokens", help="of each answer; %(default)s"
+        "--max-new-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        dest="max_tokens",
+        help="maximum tokens of each answer; %(default)s",
     )
     sampling.add_argument("--temperature", type=float, help=f"0 takes the most probable token; {default}, else 0")
     sampling.add_argument("--top-k", type=int, help=f"0 keeps all tokens; {default}, else 0")
@@ -125,15 +130,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, adapters: str) -> None:
-    """Add what `make_engine` reads beside the model's arguments; `adapters` says what adapters are for."""
+    """Add the arguments of `make_engine` besides the model's. adapters: purpose of adapters, for the help."""
     model = parser.add_argument_group("model and cache")
     model.add_argument("--device", help="cpu, cuda, cuda:1, ...")
     model.add_argument("--num-blocks", type=int, help="number of KV cache blocks")
     model.add_argument("--num-swap-blocks", type=int, default=0, help="blocks of host memory for preempted sequences")
-    model.add_argument("--host-cache", metavar="SIZE", help="host memory for evicted prefixes, as 8GiB; default: none")
-    model.add_argument("--cache-folder", metavar="DIR", help="folder that keeps prefixes for restarts and others")
-    model.add_argument("--cache-folder-limit", metavar="SIZE", help="most bytes of all files there; default: no limit")
-    model.add_argument("--max-seq-len", type=int, help="longest sequence; default: the model's own limit")
+    model.add_argument(
+        "--host-cache", metavar="SIZE", help="host memory for evicted prefixes, such as 8GiB; default: none"
+    )
+    model.add_argument(
+        "--cache-folder", metavar="DIR", help="folder that keeps prefixes for restarts and other processes"
+    )
+    model.add_argument(
+        "--cache-folder-limit", metavar="SIZE", help="maximum bytes of all files in it; default: no limit"
+    )
+    model.add_argument("--max-seq-len", type=int, help="maximum sequence length; default: the model's limit")
     model.add_argument(
         "--lora",
         action="append",
@@ -141,7 +152,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser, adapters: str) -> None
         metavar="NAME=FOLDER",
         help=f"adapter to {adapters}",
     )
-    model.add_argument("--max-loras", type=int, default=1, help="adapters at once, where --lora names fewer")
+    model.add_argument(
+        "--max-loras", type=int, default=1, help="maximum adapters loaded at once, if --lora names fewer"
+    )
     model.add_argument("--max-lora-rank", type=int, default=64, help="largest rank of an adapter; %(default)s")
 
     engine = parser.add_argument_group("engine")
@@ -164,7 +177,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, adapters: str) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the prompts and print; return 1 if an answer is known to be wrong."""
+    """Answer and print the prompts; return 1 if an answer is known to be wrong."""
     from paged.serving.text.chat_tokenizer import ChatTokenizer
 
     folders = _lora_folders(args.lora)
@@ -176,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     params = _sampling_params(folder, args)
     engine = make_engine(folder, args, tokenizer)
     executor = cast("LlmExecutor", engine.executor)
-    # Every prompt runs with every adapter, or without one.
+    # Every prompt runs with every adapter, or without adapter.
     adapters: list[str | None] = [*folders] or [None]
     requests = []
     for index, prompt in enumerate(prompts):
@@ -206,7 +219,7 @@ def run(args: argparse.Namespace) -> int:
 def make_engine(
     folder: Path, args: argparse.Namespace, tokenizer: Tokenizer, *, max_waiting: int | None = None
 ) -> Engine:
-    """Load the checkpoint and its adapters and make the engine, as the arguments say; warm up if they do."""
+    """Load the checkpoint and adapters and make the engine; warm up if requested."""
     from paged.executors.engine.config import EngineConfig
     from paged.executors.engine.engine import Engine
     from paged.models.loading.hf_config import read_eos_token_ids
@@ -233,14 +246,15 @@ def make_engine(
 
 
 def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
-    """Return the `--prompt`s, then the lines of `--prompts`. Without any, return the bundled checkpoint's own task, or
-    for another model the lines of stdin unless it is a terminal.
+    """Return the prompts: every `--prompt`, then the lines of `--prompts`.
+
+    Without both, the bundled checkpoint has its own task; for other models, stdin is read unless it is a terminal.
 
     Raises:
-        InvalidInputError: there are none, or the file cannot be read.
+        InvalidInputError: there are no prompts, or the file cannot be read.
     """
     texts, is_recall = list(args.prompt), False
-    with contextlib.suppress(OSError, ValueError):  # not a valid path
+    with contextlib.suppress(OSError, ValueError):  # an invalid path
         is_recall = Path(args.model).resolve() == RECALL
     if args.system is not None and not (args.chat or args.image):
         raise InvalidInputError("--system: only allowed with --chat")
@@ -260,11 +274,11 @@ def _read_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def _lines(source: str) -> list[str]:
-    """Return the lines that are not blank. Only newlines end a line: form feeds, U+2028 and so on are text."""
+    """Return the non-blank lines. Only newlines end a line; form feeds, U+2028 and so on are text."""
     if source == "-" and sys.stdin is None:
         raise InvalidInputError("--prompts -: stdin is closed")
     try:
-        # Read bytes: the text stream accepts some invalid UTF-8.
+        # Read bytes, because the text stream accepts some invalid UTF-8.
         if source == "-":
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
@@ -281,7 +295,7 @@ def _lines(source: str) -> list[str]:
 def _encode(
     folder: Path, tokenizer: ChatTokenizer, prompts: Sequence[Prompt], args: argparse.Namespace
 ) -> list[tuple[list[int], PromptEmbeds | None]]:
-    """Return token ids, and rows for the images; their tower is gone when the executor takes the memory."""
+    """Return token ids and rows of images. The vision tower is freed before the executor allocates memory."""
     options = {"parse_special": args.parse_special}
     if not (args.chat or args.image):
         return [(tokenizer.encode(prompt.text, **options), None) for prompt in prompts]
@@ -306,7 +320,7 @@ def _encode(
 
 
 def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
-    """Take each value from the arguments, else the checkpoint, else a default; --verbose prints the sources."""
+    """Take each value from the arguments, else the checkpoint, else a default. --verbose prints the source."""
     from paged.executors.requests.sampling_params import CHECKPOINT_PARAMS, SamplingParams, sampling_defaults
     from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
 
@@ -332,7 +346,7 @@ def _sampling_params(folder: Path, args: argparse.Namespace) -> SamplingParams:
 
 
 def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
-    """Return adapter folders by name, each from NAME=FOLDER."""
+    """Return adapter folders by name, from NAME=FOLDER arguments."""
     folders: dict[str, str] = {}
     for argument in arguments:
         name, _, folder = argument.partition("=")
@@ -343,7 +357,7 @@ def _lora_folders(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _tiers(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of the prefix cache's tiers; a draft model has none."""
+    """Return the options of the prefix cache's tiers, which a draft model does not get."""
     options: dict[str, Any] = {"cache_folder": args.cache_folder}
     if args.host_cache is not None:
         options["host_cache_bytes"] = as_bytes("--host-cache", args.host_cache)
@@ -362,13 +376,13 @@ def _executor(folder: Path, args: argparse.Namespace, head: str | None = None, *
 
 
 def _draft_head(args: argparse.Namespace) -> str | None:
-    """Return what `--draft` names if it is a draft head, or None."""
+    """Return the draft head that `--draft` names, or None if it names a draft model."""
     from paged.models.draft_loader import MTP, is_eagle3
 
     draft: str | None = args.draft
     if draft is None or draft == str(MTP):
         return draft
-    # A head needs no tokenizer of its own.
+    # A draft head needs no tokenizer of its own.
     if is_eagle3(checkpoint_folder(draft, is_run=False)):
         return str(local_folder(Path(draft)))
     return None
@@ -392,9 +406,9 @@ def _proposer(target: LlmExecutor, args: argparse.Namespace) -> Proposer | None:
 
 
 def _run(engine: Engine, requests: Sequence[PromptRequest], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:
-    """Step to the end and show the text or a bar; return the peak of used blocks, and the seconds."""
+    """Run all requests, showing text or a progress bar; return the peak of used blocks and the seconds."""
     manager = engine.executor.kv_manager
-    assert manager is not None  # models of from_pretrained have a cache manager
+    assert manager is not None  # models from `from_pretrained` have a cache manager
     peak_blocks, printed, start = 0, 0, time.perf_counter()
     bar = progress_bar(len(requests), desc="generate", unit="prompt", shown=shows_bar and not is_streamed)
     with contextlib.closing(bar):
@@ -409,7 +423,7 @@ def _run(engine: Engine, requests: Sequence[PromptRequest], *, is_streamed: bool
 
 
 def _answers_of(request: PromptRequest) -> list[Report]:
-    """Return the completions of a finished request; `expected` and `correct` are None if no right answer is known."""
+    """Return the completions of a finished request; `expected` and `correct` are None if the answer is unknown."""
     prompt = request.prompt
     answers = []
     for completion in request.output.outputs:
@@ -432,8 +446,9 @@ def _answers_of(request: PromptRequest) -> list[Report]:
 def _summary_of(
     answers: Sequence[Report], engine: Engine, peak_blocks: int, seconds: float, num_prompts: int
 ) -> Report:
-    """Return the engine's measurements of a finished run. Tokens are those that the model ran, drafts included;
-    peak_blocks is the most KV cache blocks in use.
+    """Return the engine's measurements of a finished run.
+
+    Token counts are tokens that the model ran, drafts included. peak_blocks is the peak of KV cache blocks in use.
     """
     metrics, manager = engine.metrics, engine.executor.kv_manager
     assert manager is not None
@@ -455,7 +470,7 @@ def _summary_of(
 def _print_answers(
     answers: Sequence[Report], summary: Report, executor: LlmExecutor, tokenizer: ChatTokenizer, *, is_streamed: bool
 ) -> None:
-    """Print answers on stdout. If the text was streamed, print counts on stderr, so that stdout can be piped."""
+    """Print answers on stdout. If the text was streamed, print only counts, on stderr, so that stdout can be piped."""
     if is_streamed:
         print()
     elif summary["correct"] is None:
@@ -479,7 +494,7 @@ def _print_answers(
 
 
 def _print_task(answers: Sequence[Report]) -> None:
-    """Print one line per answer, with the expected one."""
+    """Print one line per answer, with the expected answer."""
     texts = [one_line(answer["text"].strip()) for answer in answers]
     width = max([len(text) for text in texts] + [6])
     print(f"{'tokens':>6}  {'prompt':48}  {'answer':{width}}")

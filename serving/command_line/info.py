@@ -1,4 +1,4 @@
-"""`paged info`: this machine's hardware, the backend that runs here and why, and the supported features."""
+"""`paged info`: this machine's hardware, the backend and the reason for it, the supported features."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = (
 
 
 class Feature(NamedTuple):
-    """supported: whether this machine has it. reason: why, or the substitute."""
+    """A feature. supported: whether this machine has it. reason: explanation or substitute."""
 
     name: str
     supported: bool
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Gather the report and print it."""
+    """Collect and print the report."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _version(package: str) -> str | None:
-    if package in ("paged", "torch"):  # paged may not be installed; torch's metadata may not name the build
+    if package in ("paged", "torch"):  # paged may not be installed, and torch's metadata may lack the build
         return str(importlib.import_module(package).__version__)
     try:
         return metadata.version(package)
@@ -85,7 +85,7 @@ def _version(package: str) -> str | None:
 def _device(device: torch.device) -> dict[str, Any]:
     import torch
 
-    from paged.kernels.common.device import device_of
+    from paged.kernels.core.device import device_of
 
     threads = choose_threads(torch.get_num_threads())
     facts: dict[str, Any] = {
@@ -117,8 +117,8 @@ def _device(device: torch.device) -> dict[str, Any]:
 
 
 def backend_of(device: torch.device) -> tuple[str, str]:
-    from paged.kernels.common.compat import HAS_TRITON
-    from paged.kernels.common.device import use_triton
+    from paged.kernels.core.compat import HAS_TRITON
+    from paged.kernels.core.device import use_triton
 
     choice = os.environ.get("PAGED_BACKEND")
     try:
@@ -143,11 +143,11 @@ def backend_of(device: torch.device) -> tuple[str, str]:
 def _features(device: torch.device, backend: str) -> list[Feature]:
     import torch
 
-    from paged.kernels.common.compat import interpreting
-    from paged.kernels.common.device import LARGE_SHARED_MEMORY, device_of, has_numba
-    from paged.kernels.common.fp8 import has_native_e4m3
+    from paged.kernels.core.compat import interpreting
+    from paged.kernels.core.device import LARGE_SHARED_MEMORY, device_of, has_numba
+    from paged.kernels.core.dtypes import has_native_e4m3
+    from paged.kernels.cpu.products import choose_product, this_cpu
     from paged.kernels.moe.config import FOLDER
-    from paged.kernels.quantization.cpu_product import choose_product, this_cpu
 
     def product(form: str, group: int) -> str:
         return choose_product(form, (1, group), 128, 128, form == "int8", this_cpu())

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Describe a checkpoint without loading it: whether it is supported, its sizes, its memory and the tokens that fit "
-    "beside it. The exit code is 1 if it cannot run. With --cache, draw a KV cache in which the model runs "
-    "sequences that share a prefix, fork, are swapped out and leave cached blocks. With --cache-folder, verify the "
-    "files of a prefix cache; the exit code is 1 if one is damaged."
+    "beside it. The exit code is 1 if it cannot run. With --cache, draw a KV cache with sequences that share a "
+    "prefix, fork, are swapped out and leave cached blocks. With --cache-folder, verify the files of a prefix "
+    "cache; the exit code is 1 if a file is damaged."
 )
-# Numbers of ranks in the table.
+# Numbers of ranks shown in the table.
 _SIZES = (2, 4, 8, 16, 32, 64)
-# Lines to print: label, the value that the line needs, and the text.
+# Lines to print: label, name of the required value, text.
 _LINES = (
     ("folder", "folder", "{folder}"),
     ("architecture", "classes", "{classes} ({model_type})"),
@@ -56,7 +56,7 @@ _RANK_LINE = "{tensor_parallel_size:5} {weight:>12} {kv_bytes_per_token:>12,} {t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the checkpoint and for what to show."""
+    """Add the arguments for the checkpoint and the selection of output."""
     add_model_arguments(parser)
     parser.add_argument("--architectures", action="store_true", help="list the architectures that load, and exit")
     parser.add_argument("--device-memory", metavar="SIZE", help="141GB or 80GiB, say; default: this machine's GPU")
@@ -88,8 +88,8 @@ def run(args: argparse.Namespace) -> int:
         return _verify(args)
     if args.cache:
         return _draw(args)
-    from paged.kernels.attention.config import default_block_size
-    from paged.kernels.common.device import device_of
+    from paged.kernels.attention.tiles import default_block_size
+    from paged.kernels.core.device import device_of
     from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype
     from paged.models.parallel.ranks import ParallelConfig
     from paged.models.parallel.share import Share
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _forms(folder: Path) -> dict[str, str | None]:
-    """Return the forms of calls and reasoning that a server reads, and why; None without a tokenizer."""
+    """Return the formats of calls and reasoning that a server would use, and the reason; None without a tokenizer."""
     from paged.serving.formats.tool_formats import Tongue
     from paged.serving.text.chat_tokenizer import ChatTokenizer
 
@@ -145,7 +145,7 @@ def _forms(folder: Path) -> dict[str, str | None]:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    """Print what a cache folder holds by model and layout, and its damaged files; return 1 if there are some."""
+    """Print the content of a cache folder by model and layout, and damaged files; return 1 if there are any."""
     from paged.cache.tiers.block_file import BlockFileError
     from paged.cache.tiers.folder import CacheFolder
 
@@ -204,10 +204,12 @@ def _draw(args: argparse.Namespace) -> int:
 
 
 def _run_tour(executor: LlmExecutor) -> PagedKvCacheManager:
-    """Fill a cache with a block of every kind: a finished prompt that stays cached, two questions that share three
-    blocks of instructions with it, a fork that has written since, an idle fork, and a sequence that is swapped out.
+    """Fill a cache with blocks of every kind.
+
+    It has a finished prompt that stays cached, two questions that share three blocks of instructions with it, a fork
+    that has written, an idle fork, and a swapped-out sequence.
     """
-    from paged.batch import UnifiedBatch, UnifiedBatchItem
+    from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 
     manager = executor.kv_manager
     assert manager is not None  # models of from_pretrained have a cache manager
@@ -244,7 +246,7 @@ def _size(num_bytes: int | None) -> str | None:
 
 
 def _print_ranks(summary: dict[str, Any], bandwidth: int) -> None:
-    """Print what each rank holds and sends, and the tokens per second that the bandwidth allows."""
+    """Print the memory and traffic of each rank, and the tokens per second that the bandwidth allows."""
     if summary["ranks"]:
         print(f"\n{'ranks':>5} {'weights':>12} {'KV per token':>12} {'tokens':>12} {'sent/token':>13} {'tokens/s':>12}")
     for rank in summary["ranks"]:

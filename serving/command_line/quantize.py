@@ -1,4 +1,4 @@
-"""`paged quantize`: write a quantised copy of a checkpoint, which vLLM and transformers load too."""
+"""`paged quantize`: write a quantised copy of a checkpoint, which vLLM and transformers can also load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DESCRIPTION = (
     "routers stay as they are. One layer is in memory at a time. With --perplexity, also compare both checkpoints "
     "on a text."
 )
-# Most tokens of a text that one forward takes.
+# Number of tokens in a window of the perplexity; each window is one forward.
 _WINDOW = 512
 
 
@@ -36,12 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--head", action="store_true", help="also round the LM head, in int4 to int8")
     parser.add_argument("--perplexity", type=Path, metavar="FILE", help="text to compare both checkpoints on")
-    parser.add_argument("--perplexity-tokens", type=int, default=4096, metavar="N", help="of it; 4096")
+    parser.add_argument(
+        "--perplexity-tokens", type=int, default=4096, metavar="N", help="tokens of the text to use; 4096"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the checkpoint and print its size, and both perplexities if a text is given."""
+    """Write the checkpoint; print its size and, if a text is given, both perplexities."""
     from paged.executors.progress import tracked
     from paged.models.quantized_writer import quantize_checkpoint
 
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def perplexity(folder: Path, ids: list[int]) -> float:
-    """Return exp of the mean negative log-likelihood of each token given those before it in its window of 512."""
+    """Return the perplexity of a text, where each token sees the earlier tokens in its window of 512."""
     import torch
 
     from paged.executors.llm_executor import LlmExecutor

@@ -1,4 +1,4 @@
-"""Safe stdout and stderr of a command: output can neither control the terminal nor fail on a character."""
+"""Safe stdout and stderr of a command, which can neither control the terminal nor fail on a character."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from paged.tools.printable import printable
 
 
 class SafeStream:
-    """A text stream that escapes terminal control characters, and characters outside the target's encoding.
+    """Text stream that escapes terminal controls and characters outside the target's encoding.
 
-    It escapes for files and pipes too, because their text may be shown on a terminal later. unescaped: the target, for
-    a progress bar, which moves the cursor.
+    It also escapes for files and pipes, because their text may be shown on a terminal later.
+
+    unescaped: the target stream, for progress bars, which move the cursor.
     """
 
     def __init__(self, unescaped: TextIO) -> None:
@@ -34,7 +35,7 @@ class SafeStream:
         return len(text)
 
     def flush(self) -> None:
-        """Flush; raise again an error of `write` that its caller, such as argparse, may have dropped."""
+        """Flush; raise an earlier error of `write` again, because its caller, such as argparse, may have dropped it."""
         if self._failure is not None:
             raise self._failure
         self.unescaped.flush()
@@ -49,18 +50,19 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
-    """Make both streams safe in a block; leaving it without an error writes all of stdout.
+    """Make both streams safe within the context. A normal exit flushes stdout.
 
     Raises:
-        OSError: stdout cannot be written, such as on a full disk; BrokenPipeError: its reader has closed it.
+        OSError: stdout cannot be written, for example on a full disk.
+        BrokenPipeError: the reader of stdout has closed the pipe.
     """
     before = sys.stdout, sys.stderr
-    # None if the process has no such stream; print() then prints nothing.
+    # A stream is None if the process lacks it; print() then prints nothing.
     sys.stdout, sys.stderr = _safe(sys.stdout), _safe(sys.stderr)
     try:
         try:
             yield
-        except SystemExit:  # --help has printed
+        except SystemExit:  # after --help
             _flush(sys.stdout)
             raise
         _flush(sys.stdout)
@@ -73,12 +75,12 @@ def _safe(stream: TextIO) -> TextIO:
 
 
 def drop_unwritten() -> None:
-    """Redirect output that cannot be written to nowhere, so that the interpreter's exit does not try again."""
+    """Discard output that cannot be written, so that the interpreter does not try again at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             _flush(stream)
         except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):  # closed, or not a file
+            with contextlib.suppress(OSError, ValueError):  # closed or not a file
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -89,9 +91,7 @@ def _flush(stream: TextIO | None) -> None:
 
 @contextlib.contextmanager
 def native_stderr_dropped() -> Iterator[None]:
-    """Discard writes to file descriptor 2 in a block: Rust reports a panic there in 20 lines, before the exception that
-    is reported in one.
-    """
+    """Discard writes to file descriptor 2 in the context, where Rust would print 20 lines for a panic."""
     try:
         kept = os.dup(2)
     except OSError:  # closed
@@ -108,7 +108,7 @@ def native_stderr_dropped() -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON object in ASCII; NaN and infinities, which JSON lacks, become null."""
+    """Print a JSON object in ASCII, with NaN and infinities as null."""
     print(json.dumps(_finite(value), indent=1, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""`paged serve`: a checkpoint behind the HTTP interfaces of OpenAI and Anthropic."""
+"""`paged serve`: serve a checkpoint over the HTTP interfaces of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from paged.serving.vision.vision_model import VisionModel
 
 DESCRIPTION = (
-    "Serves a checkpoint by HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, a page at /, "
-    "metrics. Without --host only this machine can reach it. SIGTERM lets requests end, a second one does not."
+    "Serve a checkpoint over HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, a page at /, "
+    "metrics. Without --host, only this machine can reach it. SIGTERM lets requests end, a second SIGTERM ends them."
 )
 
 
@@ -40,10 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load, say where and what is served, and serve until a signal, which ends the process.
+    """Load the model, print the address, and serve until a signal ends the process.
 
     Raises:
-        InvalidInputError: the address cannot be listened on.
+        InvalidInputError: the server cannot listen on the address.
         UnsupportedError: a package of the extra `serve` is not installed.
     """
     try:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     folder = checkpoint_folder(args.model)
     print(f"paged: loading {one_line(str(folder))}", file=sys.stderr, flush=True)
     tokenizer = ChatTokenizer.from_folder(folder)
-    vision = vision_of(folder, tokenizer, args)  # before the executor, whose cache takes what memory is left
+    vision = vision_of(folder, tokenizer, args)  # before the executor, whose cache takes the remaining memory
     tongue = Tongue.of(tokenizer, args.tool_parser, args.reasoning_parser)
     engine = make_engine(folder, args, MarkedTokenizer(tokenizer, tongue), max_waiting=args.max_waiting)
     info, manager = engine.executor.info(), engine.executor.kv_manager
@@ -109,14 +109,14 @@ def run(args: argparse.Namespace) -> int:
         if manager is not None:
             manager.close_tiers()
     sys.stdout.flush()
-    os._exit(0)  # Python would join threads, which may never end, and take 2 s to free its modules
+    os._exit(0)  # skip Python's own exit: it joins threads, which may never end, and frees modules for 2 s
 
 
 def memory_line(weight_bytes: int, manager: PagedKvCacheManager | None, longest: int) -> str:
-    """Return a line with the bytes of weights and cache, and the tokens of the longest request."""
+    """Return a line with the bytes of weights and cache and the tokens of the longest request."""
     line = f"paged: memory: weights {weight_bytes:,} bytes"
     if manager is not None:
-        num_blocks, block_size = manager.config.num_blocks + 1, manager.config.block_size  # one for padding
+        num_blocks, block_size = manager.config.num_blocks + 1, manager.config.block_size  # + 1 for the padding block
         block_bytes = manager.config.block_bytes(manager.tensors.storage.dtype)
         line += f", cache {num_blocks:,} blocks (one for padding) of {block_size} tokens x {block_bytes:,} bytes"
         line += f" = {num_blocks * block_bytes:,} bytes"
@@ -124,7 +124,7 @@ def memory_line(weight_bytes: int, manager: PagedKvCacheManager | None, longest:
 
 
 def vision_of(folder: Path, tokenizer: ChatTokenizer, args: argparse.Namespace) -> VisionModel | None:
-    """Return what encodes images; None, with a line on stderr, if its packages are missing: texts need none of them."""
+    """Return the vision model, or None and print a line if its packages are missing, because texts work without it."""
     from paged.serving.vision.vision_model import VisionModel
 
     if args.max_images == 0 or not VisionModel.is_in(folder):

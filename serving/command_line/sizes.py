@@ -11,10 +11,10 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def as_bytes(name: str, text: str) -> int:
-    """Return a size as bytes.
+    """Convert a size such as 8GiB to bytes.
 
     Raises:
-        InvalidInputError: it is not a number with a unit.
+        InvalidInputError: the text is not a number with a unit.
     """
     match = re.fullmatch(r"([\d.]+)\s*([A-Za-z]*)", text.strip())
     try:

@@ -16,7 +16,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to check, and where."""
+    """Add the arguments for the selection of cases and the device."""
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU")
     parser.add_argument(
         "--backend", choices=["triton", "torch", "numba"], help="default: what models run on the device"
@@ -38,6 +38,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --candidate: limit of each call of the function; %(default)g",
     )
     parser.add_argument(
+        "--compiled",
+        choices=["sm_80", "sm_89", "sm_90", "sm_120"],
+        help="run the Triton kernels as compiled for this GPU, on the CPU; see docs/compiled.md",
+    )
+    parser.add_argument(
+        "--num-sms", type=int, default=8, metavar="N", help="with --compiled: SMs that kernels plan for; %(default)d"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=["random", "one", "all"],
+        default="random",
+        help="with --compiled: some CTAs together in random order, one after the other, or all together; %(default)s",
+    )
+    parser.add_argument(
         "--replay",
         type=Path,
         metavar="FILE",
@@ -46,10 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, by `paged.bench`, which is imported by name because it imports this package.
+    """Run the checks of `paged.bench`, which is imported by name because it imports this package.
 
     Raises:
-        PagedError: the reader of the output has closed it, which ends other commands with 0.
+        PagedError: the reader of the output has closed the pipe, so the result is incomplete.
     """
     try:
         code = int(importlib.import_module("paged.bench.verification.verify").run(args))

@@ -1,7 +1,7 @@
-"""Takes an answer's text apart while it comes: reasoning, content, and calls of tools, by the description of a format.
+"""Incremental parser of answers into reasoning, content and tool calls, driven by the description of a format.
 
-The reader takes each character once. What it cannot judge yet is shorter than a marker, so the cost of an answer is
-linear in its length, however it is cut. What turns out to be no call is content.
+The reader consumes each character once and holds back at most a possible marker. Therefore the cost of an answer is
+linear in its length, however it is cut. Text that turns out to be no call is content.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Callable, Generator, Mapping
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from paged.serving.formats.tool_formats import GEMMA_QUOTE, Reasoning, Tags, ToolFormat, is_text
+from paged.serving.formats.reasoning_formats import Reasoning
+from paged.serving.formats.tool_formats import GEMMA_QUOTE, Tags, ToolFormat, is_text
 
 T = TypeVar("T")
 _Kind = Literal["content", "reasoning", "call", "arguments"]
 _Reading = Generator[None, None, T]
-"""A part of the reading that returns T; each `yield` waits for more text."""
+"""Parser coroutine that returns T; each `yield` waits for more text."""
 
 _LONGEST_NAME = 256
-_LONGEST_LITERAL = 1 << 14  # characters; Python reads so many in 50 ms
+_LONGEST_LITERAL = 1 << 14  # characters; Python parses so many in 50 ms
 _NAME = re.compile(r"[\w.:/-]+")
 _PIECES = re.compile(r"(\s+|\{\w+\})")
 _BETWEEN_CALLS = " \t\r\n;,"
@@ -32,35 +33,35 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 _OPENING, _CLOSING = {"(": "[", "[": "[", "{": "{"}, {")": "]", "]": "]", "}": "}"}
 _JSON_ENDS = {"[": "]", "{": "}"}
-# Markers of harmony.
+# Markers of OpenAI's harmony format.
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _MESSAGE_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.:/-]+)")
 
 
 class Delta(NamedTuple):
-    """Some content or reasoning; the name of a tool that is called; or the next piece of its arguments, in JSON."""
+    """New content or reasoning, the name of a called tool, or the next piece of its arguments in JSON."""
 
     kind: _Kind
     text: str
 
 
 class AnswerReader:
-    """Reads one answer. What may be the beginning of a marker waits for the next text.
+    """Parser of one answer. A possible beginning of a marker waits for the next text.
 
     Args:
-        tools: how calls are written; None leaves them in the content.
-        reasoning: how reasoning is written; None leaves it in the content.
-        thinks: whether the prompt ends within it.
-        parameters: JSON schemas of the tools by name. They say which arguments without quotes are texts. None if they
-            are unknown; otherwise a call without markers is one only if its tool is known.
-        is_one: whether the answer ends with its first call. What comes behind it is left out.
-        continues: whether the prompt ends within the answer's content, so that this is not its beginning.
+        tools: format of calls; None leaves calls in the content.
+        reasoning: format of reasoning; None leaves reasoning in the content.
+        thinks: whether the prompt ends within reasoning.
+        parameters: JSON schemas of the tools by name, which tell which arguments without quotes are texts. None if
+            unknown. If given, a call without markers counts only if its tool is known.
+        is_one: whether the answer ends with its first call; later text is left out.
+        continues: whether the prompt ends within the answer's content, so that the text is not its beginning.
 
     Attributes:
-        num_calls: calls so far.
-        is_complete: whether that call has come.
-        num_reasoning: texts so far that began and ended within reasoning.
+        num_calls: number of calls so far.
+        is_complete: whether the only call (`is_one`) is complete.
+        num_reasoning: number of texts so far that began and ended within reasoning.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class AnswerReader:
         self._is_one, self.is_complete = is_one, False
         self.num_calls, self.num_reasoning = 0, 0
         self._is_last, self._is_reasoning = False, thinks
-        self._text, self._at = "", 0  # what has come, and how much of it is read
-        self._head: list[str] | None = None  # text that has been read of what may be no call
+        self._text, self._at = "", 0  # received text, and how much of it is consumed
+        self._head: list[str] | None = None  # consumed text of a possible call; it becomes content if it is no call
         self._parts: list[tuple[_Kind, list[str]]] = []
         self._frame = () if reasoning is None else reasoning.frame
         self._begins: tuple[str, ...] = ()
@@ -92,7 +93,7 @@ class AnswerReader:
         next(self._run)
 
     def read(self, *texts: str, is_last: bool = False) -> list[Delta]:
-        """Return what the texts of tokens add; with `is_last` everything that still waits, too."""
+        """Return the deltas of new texts; with `is_last` also everything held back."""
         self._parts = []
         for text in texts:
             was_reasoning = self._is_reasoning
@@ -104,7 +105,7 @@ class AnswerReader:
             next(self._run, None)
         return [Delta(kind, "".join(pieces)) for kind, pieces in self._parts]
 
-    # The parts of an answer
+    # Parts of an answer.
 
     def _answer(self, thinks: bool, continues: bool) -> _Reading[None]:
         yield
@@ -132,7 +133,7 @@ class AnswerReader:
         self._put("content", spaces)
 
     def _thoughts(self, thinks: bool) -> _Reading[str]:
-        """Pass on reasoning if it comes next; return white space that is none."""
+        """Emit reasoning if it comes next; return leading white space that is not reasoning."""
         spaces = ""
         if self._reasoning is None:
             return spaces
@@ -146,7 +147,7 @@ class AnswerReader:
         return spaces
 
     def _channels(self, thinks: bool) -> _Reading[None]:
-        """Read messages of harmony: a header that names channel and recipient, then the text."""
+        """Read harmony messages: a header with channel and recipient, then the text."""
         yield
         kind: _Kind = "reasoning" if thinks else "content"
         spaces = yield from self._while(str.isspace)
@@ -171,7 +172,7 @@ class AnswerReader:
             marker = yield from self._text_of(kind, _MESSAGE_ENDS)
 
     def _message_of_call(self, name: str) -> _Reading[str]:
-        """Pass on a call whose arguments are a message; return the marker behind it."""
+        """Emit a call whose arguments are a message; return the marker after it."""
         self._begin(name)
         yield from self._while(str.isspace)
         if (yield from self._next()) == "{":
@@ -183,7 +184,7 @@ class AnswerReader:
         return marker
 
     def _text_of(self, kind: _Kind, ends: tuple[str, ...]) -> _Reading[str]:
-        """Pass on a text up to one of some markers; return the marker."""
+        """Emit a text up to one of some markers; return the marker."""
         self._is_reasoning = kind == "reasoning"
         marker = yield from self._up_to(ends, partial(self._put, kind))
         self._is_reasoning = False
@@ -192,7 +193,7 @@ class AnswerReader:
     # Calls
 
     def _calls(self, form: ToolFormat, opened: str, *, is_bare: bool = False) -> _Reading[bool]:
-        """Read the calls behind a marker; without one, return False and leave the rest as content."""
+        """Read the calls after a marker. If there is none, return False and leave the text as content."""
         self._head = [opened]
         if not (yield from self._call(form, is_bare=is_bare)):
             return self._is_no_call()
@@ -212,7 +213,7 @@ class AnswerReader:
                 return True
 
     def _end_of_call(self) -> _Reading[None]:
-        """Go on behind a call, unless one call is all: then drop what comes."""
+        """Continue after a call, or drop all further text if the answer ends with its first call."""
         self.is_complete = self._is_one
         while self.is_complete:
             self._at = len(self._text)
@@ -224,7 +225,7 @@ class AnswerReader:
         return False
 
     def _call(self, form: ToolFormat, *, is_bare: bool) -> _Reading[bool]:
-        """Read one call, its arguments as they come; return False if this is none."""
+        """Read one call, emitting its arguments as they come; return False if it is no call."""
         yield from self._while(str.isspace)
         yield from self._comes("[")
         yield from self._while(str.isspace)
@@ -305,7 +306,7 @@ class AnswerReader:
         return True
 
     def _close(self, end: str) -> _Reading[None]:
-        """Read the rest of the object around name and arguments, which may lack its brace."""
+        """Read the rest of the object around name and arguments, whose closing brace may be missing."""
         while (yield from self._next()):
             if (yield from self._comes("}")):
                 return
@@ -317,7 +318,7 @@ class AnswerReader:
     # Arguments
 
     def _plain_string(self) -> _Reading[str]:
-        """Return what a JSON string without escapes holds; empty if none comes."""
+        """Read a JSON string without escapes and return its content; "" if none comes next."""
         if not (yield from self._comes('"')):
             return ""
         text = yield from self._while(lambda letter: letter not in '"\\')
@@ -349,7 +350,7 @@ class AnswerReader:
                 take(self._advance(self._at + 1))
 
     def _object(self, take: Callable[[str], None]) -> _Reading[None]:
-        """Pass on a JSON object or list, up to the bracket that closes it."""
+        """Emit a JSON object or list, up to its closing bracket."""
         depth, is_quoted, is_escaped = 0, False, False
         while (yield from self._next()):
             for index in range(self._at, len(self._text)):
@@ -370,13 +371,13 @@ class AnswerReader:
             take(self._advance(len(self._text)))
 
     def _tags(self, form: ToolFormat, name: str) -> _Reading[bool]:
-        """Pass on tags for each argument as a JSON object; return False if neither a tag nor the end comes."""
+        """Emit the tags of arguments as a JSON object; return False if neither a tag nor the end comes."""
         begin, middle, end = form.tags[:3]
         ends: tuple[str, ...] = (end.rstrip(),)
         if form.tags.is_in_lines:
             ends = (f"\n{end.rstrip()}", *ends)
         schema = (self._parameters or {}).get(name)
-        before = ""  # the next argument
+        before = ""  # JSON before the next argument
         while True:
             yield from self._while(str.isspace)
             if before:
@@ -423,12 +424,13 @@ class AnswerReader:
         return True
 
     def _elements(self, tags: Tags, schema: Any) -> _Reading[None]:
-        """Pass on elements as a JSON object, up to the tag that closes the call.
+        """Emit elements as a JSON object, up to the tag that closes the call.
 
-        An element holds a text or elements, which are a list if its schema or their name says so.
+        An element contains a text or elements. These form a list if the schema or their name says so.
         """
         self._put_arguments("{")
-        brackets, schemas, comma = ["}"], [schema], ""  # of what is open; no bracket: a text so far
+        # Closing bracket and schema of each open element. The bracket is "" while the element may still be a text.
+        brackets, schemas, comma = ["}"], [schema], ""
         pieces: list[str] = []
         while (yield from self._up_to((tags.begin,), pieces.append)):
             text = "".join(pieces)
@@ -466,9 +468,9 @@ class AnswerReader:
                 return
 
     def _loose_object(self, closing: Mapping[str, str]) -> _Reading[None]:
-        """Pass on the arguments of a call in Python, or between Gemma's braces, as a JSON object."""
+        """Emit the arguments of a Python call, or of Gemma's braces, as a JSON object."""
         self._put_arguments("{")
-        brackets = ["}"]  # that close what is open
+        brackets = ["}"]  # closing brackets of open values
         is_key, comma = True, ""
         while (yield from self._next()):
             yield from self._while(str.isspace)
@@ -513,7 +515,7 @@ class AnswerReader:
                 comma = ""
 
     def _python_string(self, quote: str) -> _Reading[None]:
-        """Pass on a string of Python without its quotes, as JSON has it."""
+        """Emit the content of a Python string, escaped for JSON, without quotes."""
         while (yield from self._next()):
             text = yield from self._while(lambda letter: letter != quote and letter != "\\")
             self._put_escaped(text)
@@ -522,7 +524,7 @@ class AnswerReader:
             if self._advance(self._at + 1) == quote:
                 if (yield from self._next()) in _BEHIND_STRINGS:
                     return
-                self._put_escaped(quote)  # the template of LFM2 writes it without a backslash
+                self._put_escaped(quote)  # LFM2's template writes it without a backslash
                 continue
             letter = yield from self._next()
             if not letter:
@@ -540,10 +542,10 @@ class AnswerReader:
             else:
                 self._put_escaped(_ESCAPES.get(letter, f"\\{letter}{digits}"))
 
-    # What all parts are made of: each takes a character once.
+    # Primitives; each consumes a character once.
 
     def _next(self) -> _Reading[str]:
-        """Return the next character without reading it, empty at the end of the answer."""
+        """Return the next character without consuming it; "" at the end of the answer."""
         while self._at == len(self._text) and not self._is_last:
             yield
         return self._text[self._at : self._at + 1]
@@ -556,7 +558,7 @@ class AnswerReader:
         return text
 
     def _while(self, condition: Callable[[str], object]) -> _Reading[str]:
-        """Read the characters that fulfil a condition."""
+        """Read characters while they satisfy a condition."""
         pieces = []
         while (yield from self._next()):
             end = self._at
@@ -569,7 +571,7 @@ class AnswerReader:
         return "".join(pieces)
 
     def _comes(self, text: str) -> _Reading[bool]:
-        """Read a text if it comes next."""
+        """Read a text if it comes next; return whether it did."""
         while True:
             part = self._text[self._at : self._at + len(text)]
             if part == text:
@@ -580,7 +582,7 @@ class AnswerReader:
             yield
 
     def _matches(self, text: str) -> _Reading[str | None]:
-        """Read a text of a format; return what stands in its last place, and None if it does not come."""
+        """Read a text of a format; return the value of its last placeholder, or None if the text does not come."""
         value = ""
         for piece in _PIECES.split(text):
             if piece.isspace():
@@ -592,7 +594,7 @@ class AnswerReader:
         return value
 
     def _skip(self, text: str) -> _Reading[None]:
-        """Read those pieces of a text that come."""
+        """Read the pieces of a text that come next; skip missing ones."""
         for piece in _PIECES.split(text):
             if piece.isspace():
                 yield from self._while(str.isspace)
@@ -600,7 +602,7 @@ class AnswerReader:
                 yield from self._comes(piece)
 
     def _up_to(self, markers: tuple[str, ...], take: Callable[[str], None]) -> _Reading[str]:
-        """Read to one of some markers, or without one to the end; `take` gets what is before it. Return the marker."""
+        """Read up to one of some markers or the end; `take` gets the text before it. Return the marker."""
         while (yield from self._next()):
             match = _any_of(markers).search(self._text, self._at) if markers else None
             if match is not None:
@@ -616,7 +618,7 @@ class AnswerReader:
                 yield
         return ""
 
-    # What the reader returns
+    # Output.
 
     def _begin(self, name: str) -> None:
         self._head = None
@@ -630,7 +632,7 @@ class AnswerReader:
         self._put("arguments", text)
 
     def _put_escaped(self, text: str) -> None:
-        """Put a part of a text as JSON has it, without quotes."""
+        """Emit part of a text, escaped for JSON, without quotes."""
         self._put("arguments", json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _put(self, kind: _Kind, text: str) -> None:
@@ -651,12 +653,12 @@ def _has_type(schema: Any, kind: str) -> bool:
 
 
 def _is_list(schema: Any, tag: str) -> bool:
-    """Return whether an element of a schema that holds a `tag` is a list."""
+    """Return whether an element with a `tag` element in it is a list."""
     return _has_type(schema, "array") or (tag == "item" and not _has_type(schema, "object"))
 
 
 def _inner(schema: Any, tag: str, *, is_item: bool) -> Any:
-    """Return the schema of an element within one of `schema`; None if it is unknown."""
+    """Return the schema of an inner element; None if it is unknown."""
     if not isinstance(schema, Mapping):
         return None
     if is_item:
@@ -666,7 +668,7 @@ def _inner(schema: Any, tag: str, *, is_item: bool) -> Any:
 
 
 def _as_json(text: str, *, is_known: bool) -> str:
-    """Return a value as JSON; is_known: whether its schema is, so that None and others of Python are no texts."""
+    """Convert a value to JSON. is_known: whether its schema is known, so that Python's None or True are no texts."""
     readers: list[Callable[[str], Any]] = [json.loads]
     if is_known and len(text) <= _LONGEST_LITERAL:
         readers.append(ast.literal_eval)
@@ -684,7 +686,7 @@ def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _overlap(text: str, begin: int, marker: str) -> int:
-    """Return how many of the last characters of `text`, from `begin` on, `marker` begins with."""
+    """Return how many characters at the end of `text`, after `begin`, are a beginning of `marker`."""
     for count in range(min(len(text) - begin, len(marker) - 1), 0, -1):
         if marker.startswith(text[-count:]):
             return count

@@ -1,9 +1,9 @@
 # ruff: noqa: RUF001 (some markers hold wide characters)
-"""How models write calls of tools and reasoning, as data: to read them, to force them by a grammar, and to replay them.
+"""Formats of tool calls as data, to read them, to force them by a grammar, and to replay them.
 
-`AnswerReader` in `answer_reader.py` reads answers by these formats, and `chat.py` makes OpenAI's JSON of that. Each
-format names the models whose chat template shows it: "hermes" is that of Qwen 2.5 and 3, "qwen_xml" that of Qwen3-Coder
-and Qwen3.5. Where text of a format holds white space, an answer may have other white space or none.
+`AnswerReader` in `answer_reader.py` reads answers in these formats, and `chat.py` converts them to OpenAI's JSON. Each
+format names the models whose chat template shows it, for example "hermes" for Qwen 2.5 and 3, "qwen_xml" for
+Qwen3-Coder and Qwen3.5. Where a format has white space, an answer may have other white space or none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from paged.serving.formats.reasoning_formats import REASONING_FORMATS, Reasoning
 from paged.serving.grammar.calls import Layout, arguments, json_value, sequence, text_element
 from paged.serving.text.chat_tokenizer import ChatTokenizer
 from paged.serving.text.replay import replayed
@@ -23,13 +24,13 @@ _PATTERNS = {"{index}": "[0-9]{1,3}", "{id}": "[a-zA-Z0-9]{9}"}
 
 
 class Tags(NamedTuple):
-    """How an argument stands in tags.
+    """Tags around an argument.
 
     Attributes:
-        begin: before its name.
-        middle: between name and value. {is_text} is true for a string, and false for JSON.
-        end: after the value.
-        is_in_lines: whether the value has lines of its own.
+        begin: text before the name.
+        middle: text between name and value. {is_text} is true for a string and false for JSON.
+        end: text after the value.
+        is_in_lines: whether the value is on separate lines.
     """
 
     begin: str
@@ -40,27 +41,27 @@ class Tags(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a model writes calls.
+    """Format of a model's tool calls.
 
     Attributes:
-        models: whose chat template shows it.
-        hints: texts that such a template holds, all of them.
-        begin: marker before a call, or before all calls. In a channel, the calls need none.
-        end: marker behind it; empty for nothing.
-        call: text before the name, after it, and after the arguments. {index} is the number of a call, {id} its id.
-            Of an "object" only the grammar reads it.
-        is_section: whether the markers stand around all calls.
-        is_list: whether the calls stand between brackets.
-        separator: text between calls; None if there is one call only.
-        arguments: their form: a JSON object beside the name in an "object", or a JSON object behind the name, or in
-            "tags", or in "elements" that nest, or as in a call in "python", or in Gemma's "braces".
-        tags: of arguments in tags; of elements the text before a name or a slash, and the text behind it.
-        bare: what a call begins with that comes without markers, at the beginning of an answer or behind a call.
-        other_begins: further markers like `begin`.
-        extra: what may stand before the text after the name.
-        prefix: what a name may begin with, which is no part of it.
-        has_text_arguments: whether the chat template takes arguments as text, unless it writes them as JSON itself.
-        call_id: how the chat template wants the ids of calls; empty for any.
+        models: models whose chat template shows it.
+        hints: texts that all occur in such a template.
+        begin: marker before a call or before all calls. In a channel, calls need no marker.
+        end: marker after the call or calls; "" for none.
+        call: text before the name, after the name, and after the arguments. {index} is the number of a call, {id} its
+            id. For an "object", only the grammar uses it.
+        is_section: whether the markers surround all calls together.
+        is_list: whether the calls are in brackets.
+        separator: text between calls; None if only one call is possible.
+        arguments: form of the arguments: "object", a JSON object that also has the name; "json", a JSON object after
+            the name; "tags"; nested "elements"; a "python" call; or Gemma's "braces".
+        tags: tags of arguments; for elements, the text before a name or slash and the text after it.
+        bare: beginning of a call without markers, at the start of an answer or after a call.
+        other_begins: alternative markers for `begin`.
+        extra: optional text before the text after the name.
+        prefix: optional prefix of names, which is not part of the name.
+        has_text_arguments: whether the chat template expects arguments as text, unless it writes JSON itself.
+        call_id: form of call ids that the chat template requires; "" for any.
     """
 
     models: str
@@ -82,7 +83,7 @@ class ToolFormat:
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """Markers before a call."""
+        """All markers before a call."""
         return tuple(marker for marker in (self.begin, *self.other_begins) if marker)
 
     def grammar(
@@ -91,13 +92,13 @@ class ToolFormat:
         """Return the structural tag of one or more calls.
 
         Args:
-            parameters: a JSON schema by the name of a tool.
+            parameters: JSON schema by tool name.
             is_one: whether to end after the first call.
-            reasoning: how it is written.
-            thinks: whether the prompt ends within it, so that it comes first.
+            reasoning: format of reasoning.
+            thinks: whether the prompt ends within reasoning, which then comes first.
 
         Raises:
-            ValueError: a schema has a keyword that this form does not keep.
+            ValueError: this form cannot enforce a keyword of a schema.
         """
         begin, end = (self.begin, self.end)
         if self.bare:
@@ -131,31 +132,11 @@ class ToolFormat:
         return {"type": "structural_tag", "format": sequence(elements)}
 
 
-class Reasoning(NamedTuple):
-    """How a model writes reasoning.
-
-    Attributes:
-        models: whose chat template shows it.
-        hints: texts that such a template holds, all of them.
-        begin: marker before it.
-        end: marker behind it.
-        frame: markers around the rest of an answer, which are left out.
-        has_channels: whether an answer consists of messages in channels, as in OpenAI's harmony.
-    """
-
-    models: str
-    hints: tuple[str, ...]
-    begin: str
-    end: str
-    frame: tuple[str, ...] = ()
-    has_channels: bool = False
-
-
 _OBJECT = ('{"name": "', '", "arguments": ', "}")
 _LINES = ('\n{"name": "', '", "arguments": ', "}\n")
 _FUNCTION = ("\n<function=", ">\n", "</function>\n")
 _XML = Tags("<parameter=", ">", "</parameter>\n")
-# By the option's name. Of those whose hints a template holds, the first.
+# By option name. "auto" takes the first format whose hints all occur in the template.
 TOOL_FORMATS = {
     "harmony": ToolFormat(
         "gpt-oss", ("<|channel|>", "<|message|>"), "", "",
@@ -273,35 +254,18 @@ TOOL_FORMATS = {
         ('{"name": "', '", "parameters": ', "}"), separator="; ", arguments="object", bare="{",
     ),
 }  # fmt: skip
-REASONING_FORMATS = {
-    "harmony": Reasoning(
-        "gpt-oss", ("<|channel|>", "<|message|>"), "<|channel|>analysis<|message|>", "<|end|>", has_channels=True
-    ),
-    "seed": Reasoning("Seed-OSS", ("</seed:think>",), "<seed:think>", "</seed:think>"),
-    "minimax_m3": Reasoning("MiniMax M3", ("</mm:think>",), "<mm:think>", "</mm:think>"),
-    "mistral": Reasoning("Magistral", ("[/THINK]",), "[THINK]", "[/THINK]"),
-    "gemma4": Reasoning("Gemma 4", ("<channel|>",), "<|channel>thought\n", "<channel|>"),
-    "hunyuan": Reasoning(
-        "Hunyuan A13B", ("</think>", "<answer>"), "<think>\n", "\n</think>", ("<answer>\n", "\n</answer>", "</answer>")
-    ),
-    "ernie": Reasoning(
-        "Ernie 4.5", ("</think>", "<response>", "<tool_call>"), "<think>", "</think>",
-        ("<response>\n", "\n</response>", "</response>"),
-    ),
-    "think": Reasoning("most others", ("</think>",), "<think>", "</think>"),
-}  # fmt: skip
 
 
 class Tongue(NamedTuple):
-    """How a model writes calls and reasoning, and what it wants to see of them in the next turn.
+    """Formats of calls and reasoning of a model, and how its template replays them.
 
     Attributes:
-        tools: None if they are not read.
-        reasoning: None if it is not read.
-        reasons: name of each, and why it was chosen.
+        tools: format of calls; None if calls are not read.
+        reasoning: format of reasoning; None if it is not read.
+        reasons: name of each format, and why it was chosen.
         template: text of the chat templates.
-        variables: names that the template of requests without tools reads.
-        tool_variables: names that the template of requests with tools reads.
+        variables: variables of the template for requests without tools.
+        tool_variables: variables of the template for requests with tools.
     """
 
     tools: ToolFormat | None
@@ -313,7 +277,7 @@ class Tongue(NamedTuple):
 
     @classmethod
     def of(cls, tokenizer: ChatTokenizer, tools: str = "auto", reasoning: str = "auto") -> Tongue:
-        """Choose by the names of formats, or for "auto" by the chat template, else by the tokenizer's tokens."""
+        """Choose formats by name, or for "auto" by the chat template, else by the tokenizer's tokens."""
         template = "".join(tokenizer.template.templates.values())
 
         def has_token(text: str) -> bool:
@@ -331,12 +295,12 @@ class Tongue(NamedTuple):
         )
 
     def wishes(self, *, has_tools: bool) -> TemplateWishes:
-        """Return what makes variables of the chat template of a request's wishes."""
+        """Return the converter from a request's wishes to variables of the chat template."""
         variables = self.tool_variables if has_tools else self.variables
         return TemplateWishes(variables, can_reason=self.reasoning is not None)
 
     def replayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages as the chat template reads them; arguments of calls are objects."""
+        """Convert messages for the chat template; arguments of calls are objects."""
         call_id, has_text_arguments = "", False
         if self.tools is not None:
             call_id, has_text_arguments = self.tools.call_id, self.tools.has_text_arguments
@@ -349,7 +313,7 @@ class Tongue(NamedTuple):
         )
 
     def markers(self) -> str:
-        """Return all text of the formats; a special token in it is kept when an answer is decoded."""
+        """Return all texts of the formats. Special tokens in them are kept when an answer is decoded."""
         return f"{self.tools} {self.reasoning} {GEMMA_QUOTE} <|start|>"
 
 
@@ -357,10 +321,10 @@ GEMMA_QUOTE = '<|"|>'
 
 
 class MarkedTokenizer:
-    """Decodes as `ChatTokenizer`, which leaves special tokens out, but keeps those that `AnswerReader` looks for.
+    """Decodes like `ChatTokenizer`, without special tokens except the ones that `AnswerReader` looks for.
 
     Attributes:
-        hidden_tokens: text of the special tokens that are left out, by id.
+        hidden_tokens: text by id of the special tokens that are left out.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, tongue: Tongue | None = None) -> None:
@@ -386,7 +350,7 @@ class MarkedTokenizer:
 
 
 def is_text(schema: Any) -> bool:
-    """Return whether a JSON schema allows strings, and nothing else but null."""
+    """Return whether a JSON schema allows only strings, and perhaps null."""
     if not isinstance(schema, Mapping):
         return False
     for name in ("anyOf", "oneOf"):
@@ -406,7 +370,7 @@ def _choice(
     template: str,
     has_token: Callable[[str], bool],
 ) -> tuple[str, str]:
-    """Return the name of a format, and why it is chosen."""
+    """Return the name of a format and the reason for its choice."""
     if name != "auto":
         return name, "chosen by the option"
     for choice, form in formats.items():
@@ -419,14 +383,14 @@ def _choice(
 
 
 def _piece(value: str) -> dict[str, Any]:
-    """Return the grammar of a piece of text, or of a place in it."""
+    """Return the grammar of a piece of text or of a placeholder."""
     if value in _PATTERNS:
         return {"type": "regex", "pattern": _PATTERNS[value]}
     return text_element(value)
 
 
 def _arguments(form: ToolFormat, schema: Any) -> dict[str, Any]:
-    """Return the grammar of the arguments, with what stands behind them."""
+    """Return the grammar of the arguments and the text after them."""
     begin, middle, end, is_in_lines = form.tags
     closing = ""
     if form.arguments in ("object", "json"):

@@ -1,1 +1,1 @@
-"""Descriptions of answers, read into grammars of llguidance, or of xgrammar for forms of its own."""
+"""Descriptions of answers, compiled to grammars of llguidance, or of xgrammar for its own forms."""

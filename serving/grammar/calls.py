@@ -1,4 +1,4 @@
-"""Arguments of a tool's call, in forms other than a JSON object, as elements of structural tags."""
+"""Grammar of tool call arguments in forms other than JSON objects, as elements of structural tags."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from paged.serving.grammar.json_schemas import SAYING_NOTHING, behind_references
 Element = dict[str, Any]
 _OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties"})
 _ITEM = "item"
-_FREE_NAME = "[A-Za-z_][A-Za-z0-9_-]{0,40}"  # of an argument that the schema does not list
+_FREE_NAME = "[A-Za-z_][A-Za-z0-9_-]{0,40}"  # name of an argument that is not in the schema
 
 
 class Layout(NamedTuple):
-    """How an argument is written.
+    """Layout of arguments.
 
     Attributes:
-        begin: before its name.
-        middle: between name and value. {is_text} is true for a text, and false for JSON.
-        end: after the value, with {name} in it.
-        separator: between arguments.
-        quote: around texts; None if they are written as JSON.
-        end_of_text: what a text may not hold; the quote if it is empty.
-        is_nested: whether objects and lists in arguments are written in the same way, items of lists as `item`.
+        begin: text before the name.
+        middle: text between name and value. {is_text} is true for a text and false for JSON.
+        end: text after the value; may contain {name}.
+        separator: text between arguments.
+        quote: quote around texts; None if texts are written as JSON.
+        end_of_text: string that must not occur in a text; "" for the quote.
+        is_nested: whether objects and lists in arguments use the same layout, with items of lists named `item`.
     """
 
     begin: str
@@ -41,7 +41,7 @@ def text_element(value: str) -> Element:
 
 
 def sequence(elements: list[Element]) -> Element:
-    """Return elements, one after the other; empty texts are left out."""
+    """Return a sequence of elements without empty texts."""
     elements = [element for element in elements if element.get("value") != ""]
     if not elements:
         return text_element("")
@@ -51,18 +51,18 @@ def sequence(elements: list[Element]) -> Element:
 
 
 def json_value(schema: Any) -> Element:
-    # Without the limit, a weak model writes nothing but white space.
+    # Limit white space, because a weak model may write nothing else.
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
 
 
 def arguments(schema: Any, layout: Layout, is_text: Callable[[Any], bool]) -> Element:
-    """Return the arguments of a tool.
+    """Return the element of a tool's arguments.
 
     Args:
-        is_text: whether the reader of answers takes a value of a schema for a text.
+        is_text: whether the reader of answers treats a value of a schema as text.
 
     Raises:
-        ValueError: the schema has a keyword that these forms do not keep.
+        ValueError: these forms cannot enforce a keyword of the schema.
     """
     return _Arguments(schema, layout, is_text).of(behind_references(schema, schema))
 
@@ -72,7 +72,7 @@ class _Arguments:
         self._root, self._layout, self._is_text = root, layout, is_text
 
     def of(self, schema: Any) -> Element:
-        """Return the properties of an object in their order, the required ones first."""
+        """Return the element of an object's properties in order, required properties first."""
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
@@ -86,11 +86,11 @@ class _Arguments:
         properties = dict(schema.get("properties", {}))
         for name in required:
             properties.setdefault(name, True)
-        others = schema.get("additionalProperties", True)
-        if not properties and others is not False:
-            return self._free(others)
-        later: list[Element] = []  # the properties behind the current one, a separator before each
-        first = text_element("")  # the current and later ones
+        additional = schema.get("additionalProperties", True)
+        if not properties and additional is not False:
+            return self._free(additional)
+        later: list[Element] = []  # the properties after the current one, each with a separator before it
+        first = text_element("")  # the current and later properties
         separator = self._layout.separator
         in_order = sorted(properties.items(), key=lambda item: item[0] not in required)
         for name, value in reversed(in_order):
@@ -118,7 +118,7 @@ class _Arguments:
         return [text_element(before), self._value(schema), text_element(after)]
 
     def _free(self, schema: Any) -> Element:
-        """Return any number of arguments with names that no schema lists."""
+        """Return any number of arguments with names that are not in the schema."""
         layout = self._layout
         middle = layout.middle.replace("{is_text}", "false")
         argument = [text_element(layout.begin), {"type": "regex", "pattern": _FREE_NAME}, text_element(middle)]
@@ -129,7 +129,7 @@ class _Arguments:
         return {"type": "optional", "content": sequence([*argument, more])}
 
     def _value(self, schema: Any) -> Element:
-        """Return one value, which is JSON unless the form has texts of its own."""
+        """Return one value: JSON, unless the layout writes texts differently."""
         layout = self._layout
         if layout.quote is not None and self._is_text(schema):
             content = self._json(schema) | {"style": "text", "excludes": [layout.end_of_text or layout.quote]}

@@ -1,4 +1,4 @@
-"""Compiles grammars over one vocabulary: by llguidance, or by xgrammar for EBNF and for tags of its own."""
+"""Compiler of grammars over one vocabulary: by llguidance, or by xgrammar for EBNF and its own tags."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paged.serving.grammar.xgrammar_schemas import check_tag
 
 
 class Compiler:
-    """Makes matchers of a kind and a text.
+    """Makes matchers from a kind and a text of grammar.
 
     Args:
-        tokenizer: as its library saves it.
-        vocab_size: the model's, which may be larger than the tokenizer's.
-        end_token_ids: tokens that may follow a whole answer; those of the tokenizer if there are none.
+        tokenizer: serialised tokenizer.
+        vocab_size: vocabulary size of the model, which may exceed the tokenizer's.
+        end_token_ids: tokens that may follow a complete answer; if empty, the tokenizer's.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, end_token_ids: Sequence[int]) -> None:
@@ -55,10 +55,10 @@ class Compiler:
         )
 
     def matcher(self, kind: str, text: str) -> Matcher:
-        """Return a matcher at the begin of a text.
+        """Return a matcher at the beginning of a text.
 
         Raises:
-            ValueError: the grammar is malformed, or has a part that is not supported.
+            ValueError: the grammar is malformed or has an unsupported part.
         """
         if kind == "json":
             return self._guided(json_grammar(json.loads(text)))
@@ -87,7 +87,7 @@ class Compiler:
 
 
 class _Words:
-    """A vocabulary as llguidance reads it, with a row behind all tokens that ends a text."""
+    """Vocabulary for llguidance, with a row after all tokens that ends a text."""
 
     bos_token_id = None
 
@@ -97,5 +97,5 @@ class _Words:
         self.special_token_ids = sorted({*special_ids, self.eos_token_id})
 
     def __call__(self, text: Any) -> list[int]:
-        """Encode nothing: tokens are only read."""
+        """Encode nothing, because tokens are only read."""
         return []

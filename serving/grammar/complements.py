@@ -1,4 +1,4 @@
-"""Patterns of the texts that do not match: by a deterministic automaton, and back to a pattern."""
+"""Complements of patterns, by a deterministic automaton that is converted back to a pattern."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from itertools import pairwise
 from typing import NamedTuple
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as ranges that include both ends."""
+"""Code points as ranges that include both ends."""
 
 LAST_CHARACTER = 0x10FFFF
 _MOST_STATES, _MOST_CHARACTERS = 64, 1 << 14
 
 
 class Automaton(NamedTuple):
-    """A nondeterministic automaton: edges by state, with None for no character; it begins in 0 and ends in the last.
+    """Nondeterministic automaton that begins in state 0 and ends in the last state.
 
     Attributes:
-        edges: for each state, pairs of characters and the next state.
+        edges: for each state, (characters, next state) pairs; None stands for no character.
     """
 
     edges: list[list[tuple[Ranges | None, int]]]
@@ -26,7 +26,7 @@ class Automaton(NamedTuple):
         """Add a state and return it.
 
         Raises:
-            ValueError: there are too many.
+            ValueError: there are too many states.
         """
         if len(self.edges) > 4 * _MOST_STATES:
             raise ValueError("pattern: a negative lookahead is too large")
@@ -38,13 +38,13 @@ class Automaton(NamedTuple):
 
 
 def complement_pattern(automaton: Automaton, end: int, as_set: Callable[[Ranges], str]) -> str:
-    """Return a pattern of all texts that do not take an automaton from 0 to `end`.
+    """Return a pattern of all texts that do not lead an automaton from state 0 to `end`.
 
     Args:
-        as_set: writes a set of characters as a pattern.
+        as_set: converts a set of characters to a pattern.
 
     Raises:
-        ValueError: the pattern is too large, or matches nothing.
+        ValueError: the pattern is too large or matches nothing.
     """
     letters = _letters(automaton)
     start = _closure(automaton, {0})
@@ -72,7 +72,7 @@ def complement_pattern(automaton: Automaton, end: int, as_set: Callable[[Ranges]
 
 
 def _letters(automaton: Automaton) -> list[tuple[int, int]]:
-    """Return ranges of characters that all edges treat alike."""
+    """Return ranges of characters that every edge contains entirely or not at all."""
     bounds = {0, LAST_CHARACTER + 1}
     for edges in automaton.edges:
         for ranges, _ in edges:
@@ -94,7 +94,7 @@ def _closure(automaton: Automaton, states: Iterable[int]) -> frozenset[int]:
 
 
 def _without_states(edges: dict[tuple[int, int], str], num_states: int, accepting: Iterable[int]) -> str:
-    """Return the pattern of a deterministic automaton that begins in 0, by taking one state after the other out."""
+    """Return the pattern of a deterministic automaton, by eliminating one state after the other."""
     begin, end = -1, -2
     edges = {**edges, (begin, 0): ""}
     for state in accepting:

@@ -1,6 +1,6 @@
-"""Formats of JSON schemas, as patterns of ECMAScript.
+"""Formats of JSON schemas as ECMAScript patterns.
 
-Where a format allows rare texts that readers disagree about, such as leap seconds, the pattern leaves them out.
+The patterns exclude rare texts that parsers disagree about, such as leap seconds.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ def _uuid(version: str) -> str:
 
 
 def _ipv6() -> str:
-    """Eight groups, or fewer around two colons."""
+    """Return the pattern of an IPv6 address: eight groups, or fewer around two colons."""
     group = "[0-9A-Fa-f]{1,4}"
     forms = [f"(?:{group}:){{7}}{group}"]
     for num_left in range(7):
-        left, right = "", ""
+        before, after = "", ""
         if num_left:
-            left = f"{group}(?::{group}){{{num_left - 1}}}"
+            before = f"{group}(?::{group}){{{num_left - 1}}}"
         if num_left < 6:
-            right = f"(?:{group}(?::{group}){{0,{5 - num_left}}})?"
-        forms.append(f"{left}::{right}")
+            after = f"(?:{group}(?::{group}){{0,{5 - num_left}}})?"
+        forms.append(f"{before}::{after}")
     return f"^(?:{'|'.join(forms)})$"
 
 
@@ -59,13 +59,13 @@ TEXT_PATTERNS = {
     "base64": f"^{_BASE64}$",
     "base64url": r"^(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}(?:==)?|[A-Za-z0-9_-]{3}=?)?$",
 }
-"""Patterns of ECMAScript by format."""
+"""ECMAScript pattern by format."""
 
 STANDARD_FORMATS = frozenset(
     "date time date-time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference iri iri-reference "
     "uuid uri-template json-pointer relative-json-pointer regex".split()
 )
-"""Formats that JSON Schema defines."""
+"""Formats defined by JSON Schema."""
 
 NUMBER_RANGES = {
     "int8": (-(1 << 7), (1 << 7) - 1),
@@ -77,7 +77,7 @@ NUMBER_RANGES = {
     "uint32": (0, (1 << 32) - 1),
     "uint64": (0, (1 << 64) - 1),
 }
-"""OpenAPI's ranges of integers."""
+"""Integer ranges of OpenAPI."""
 
 WITHOUT_MEANING = frozenset("binary password path file-path directory-path float double decimal".split())
-"""Formats that tell readers what a value is for, and allow any."""
+"""Formats that only describe the purpose of a value and do not restrict it."""

@@ -1,6 +1,7 @@
-"""Grammars within a bounded process: compiled, and followed token by token.
+"""Grammars in a bounded process, compiled and advanced token by token.
 
-The root process holds the vocabulary, a branch of it a compiled grammar, a branch of that one completion's state.
+The root process has the vocabulary. A branch of it has a compiled grammar. A branch of the branch has the state of one
+completion.
 """
 
 from __future__ import annotations
@@ -19,44 +20,44 @@ if TYPE_CHECKING:
     from paged.serving.grammar.matchers import Matcher
 
 MAX_MEGABYTES = 512
-"""Memory that a grammar may take, compiled and followed."""
+"""Memory limit of a grammar in MB, for compiling and advancing."""
 _MAX_BYTES = MAX_MEGABYTES << 20
 REFUSED = b"\x00"
 """Reply in place of a mask: the grammar forbids a token."""
 
 
 def move(num_back: int, tokens: Sequence[int]) -> bytes:
-    """Return a request to follow a grammar: to take tokens back, then to accept others."""
+    """Return a request to advance a grammar: roll tokens back, then accept others."""
     return array("i", [num_back, *tokens]).tobytes()
 
 
 def handler() -> Callable[[bytes], bytes]:
     """Return the function that answers requests, see `bounded_process.Root`."""
-    with contextlib.suppress(ImportError):  # here, so that branches need not load them again
+    with contextlib.suppress(ImportError):  # imported in the root, so that branches have them loaded
         import paged.serving.grammar.compiler  # noqa: F401
     return _Grammar().answer
 
 
 class _Grammar:
-    """What a process knows: first nothing, then the vocabulary, then a grammar."""
+    """State of a process: nothing, then the vocabulary, then a grammar."""
 
     def __init__(self) -> None:
         self._compiler: Compiler | None = None
         self._matcher: Matcher | None = None
 
     def answer(self, message: bytes) -> bytes:
-        """Answer a move by a mask or REFUSED, anything else by {} or {error, missing} in JSON."""
+        """Answer a move with a mask or REFUSED, any other request with {} or {error, missing} in JSON."""
         try:
             if self._matcher is not None:
                 return _follow(self._matcher, message)
-            return self._prepare(message)
+            return self._begin(message)
         except MemoryError as error:
             if not may_have_memory(_MAX_BYTES):
                 raise
             raise PagedError(f"the grammar takes more than {MAX_MEGABYTES} MB") from error
 
-    def _prepare(self, message: bytes) -> bytes:
-        """Take the vocabulary, then compile a grammar."""
+    def _begin(self, message: bytes) -> bytes:
+        """Receive the vocabulary, or compile a grammar."""
         try:
             request = json.loads(message)
             if self._compiler is None:

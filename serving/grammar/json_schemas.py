@@ -1,7 +1,7 @@
-"""JSON schemas, rewritten so that llguidance keeps all that they say.
+"""Rewriting of JSON schemas so that llguidance enforces every keyword.
 
-llguidance refuses by name most keywords that it does not keep. What it would read otherwise is replaced by what it
-keeps, with the same values or fewer, or refused here.
+llguidance refuses most keywords that it cannot enforce. Keywords that it would misread are replaced here by keywords
+that it enforces, with the same values or fewer, or refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SAYING_NOTHING = frozenset(
     "$schema $id $anchor $comment $vocabulary $defs definitions title description default examples deprecated readOnly "
     "writeOnly discriminator contentEncoding contentMediaType contentSchema x-guidance".split()
 )
-"""Keywords that say nothing about a value by themselves; llguidance is not given them."""
+"""Keywords without effect on a value; they are not passed to llguidance."""
 
-# Keywords that describe the same value by further schemas.
+# Keywords that apply further schemas to the same value.
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _DEPENDENT = ("dependentRequired", "dependentSchemas", "dependencies")
 _OF_LISTS = ("items", "prefixItems", "additionalItems", "uniqueItems", "contains", "unevaluatedItems", "minItems")
@@ -33,65 +33,65 @@ _OF_OBJECTS = (
     "minProperties",
 )  # fmt: skip
 _OF_DRAFT_3 = ("extends", "disallow", "divisibleBy")
-_MOST_UNIQUE = 8  # values of an enum whose lists without repetition are written out
-_MOST_PERMUTED = 4
+_MOST_UNIQUE = 8  # largest enum whose lists without repetition are enumerated
+_MOST_PERMUTED = 4  # largest enum whose lists are enumerated in every order
 _MOST_LISTS = 512
 
 
 def kept_schema(schema: Any, root: Any = None) -> dict[str, Any]:
-    """Return a schema that llguidance keeps, or refuses by the name of a keyword.
+    """Return an equivalent schema that llguidance enforces, or that it refuses by the name of a keyword.
 
-    Objects and lists that say nothing of further members get none.
+    Objects and lists without a rule for further members allow none.
 
-    root: the schema that this one is a part of, where a $ref begins; None if it is a whole one.
+    root: the schema that contains this one, to resolve $ref; None if this is the whole schema.
 
     Raises:
-        ValueError: a keyword is malformed, or is not kept.
+        ValueError: a keyword is malformed or cannot be enforced.
     """
     return _Rewriter(schema if root is None else root).rewritten(schema)
 
 
 def behind_references(root: Any, schema: Any) -> Any:
-    """Return the schema that a chain of $ref within `root` leads to.
+    """Return the schema at the end of a chain of $ref within `root`.
 
     Raises:
-        ValueError: a $ref leads nowhere.
+        ValueError: a $ref has no target.
     """
     return _Rewriter(root)._behind(schema)
 
 
 def text_patterns(schema: Any) -> Pattern:
-    """Return the strings of a schema that allows nothing else, null aside.
+    """Return the pattern of a schema that allows only strings, and perhaps null.
 
     Raises:
-        ValueError: it has a keyword that is not kept.
+        ValueError: it has a keyword that cannot be enforced.
     """
-    rest = {name: value for name, value in schema.items() if name not in SAYING_NOTHING and name != "type"}
-    _check_numbers(rest)
-    parts = [_pattern_of(rest), *map(text_patterns, rest.pop("allOf", ()))]
-    if "anyOf" in rest or "oneOf" in rest:
-        options = rest.pop("anyOf", None) or rest.pop("oneOf", None)
+    keywords = {name: value for name, value in schema.items() if name not in SAYING_NOTHING and name != "type"}
+    _check_numbers(keywords)
+    parts = [_pattern_of(keywords), *map(text_patterns, keywords.pop("allOf", ()))]
+    if "anyOf" in keywords or "oneOf" in keywords:
+        options = keywords.pop("anyOf", None) or keywords.pop("oneOf", None)
         if not options:
             raise ValueError("anyOf: no options")
         parts.append(_union_of_texts(options))
-    values = rest.pop("enum", None)
-    if "const" in rest:
-        values = [rest.pop("const")]
+    values = keywords.pop("enum", None)
+    if "const" in keywords:
+        values = [keywords.pop("const")]
     if values is not None:
         texts = [literal(value) for value in values if isinstance(value, str)]
         if not texts:
             raise ValueError("enum: no text among the values")
         parts.append(Pattern("|".join(texts)))
-    if "minLength" in rest or "maxLength" in rest:
-        parts.append(Pattern(f"(?s:.){{{rest.pop('minLength', 0)},{rest.pop('maxLength', '')}}}"))
+    if "minLength" in keywords or "maxLength" in keywords:
+        parts.append(Pattern(f"(?s:.){{{keywords.pop('minLength', 0)},{keywords.pop('maxLength', '')}}}"))
     for name in _IN_PLACE:
-        if name in rest:
+        if name in keywords:
             raise ValueError(f"{name}: not supported for a text in this form of calls")
     return _all_of(parts)
 
 
 def _union_of_texts(options: Sequence[Any]) -> Pattern:
-    """Return the strings of any option but null."""
+    """Return the pattern of the strings of any option, except null."""
     patterns = [text_patterns(option) for option in options if option != {"type": "null"}]
     if len(patterns) == 1:
         return patterns[0]
@@ -101,7 +101,7 @@ def _union_of_texts(options: Sequence[Any]) -> Pattern:
 
 
 def _all_of(patterns: Sequence[Pattern | None]) -> Pattern:
-    """Return the texts of all patterns."""
+    """Return the pattern of texts that match all patterns."""
     needed: list[str] = []
     banned: list[str] = []
     for pattern in patterns:
@@ -113,15 +113,15 @@ def _all_of(patterns: Sequence[Pattern | None]) -> Pattern:
 
 
 class _Rewriter:
-    """Rewrites a schema or a part of one; every target of a $ref becomes a definition of the new one."""
+    """Rewrites a schema or part of one. Every target of a $ref becomes a definition of the new schema."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._definitions: dict[str, Any] = {}
-        self._names: dict[tuple[int, bool], str] = {}  # of definitions, by target and whether it stands alone
+        self._names: dict[tuple[int, bool], str] = {}  # names of definitions, by id(target) and `is_alone`
         self._waiting: list[tuple[str, Any, bool]] = []
         self._base = root.get("$id", "") if isinstance(root, dict) else ""
-        self._checked: set[int] = set()  # targets of which no $ref leads to itself
+        self._checked: set[int] = set()  # targets without reference loops
 
     def rewritten(self, part: Any) -> dict[str, Any]:
         schema: Any = self._schema(part, is_alone=True)
@@ -153,7 +153,7 @@ class _Rewriter:
         is_union = parts in (["$ref"], ["anyOf"], ["oneOf"]) or (parts == ["allOf"] and len(kept["allOf"]) == 1)
         if parts and (not is_union or any(name in kept for name in (*_OF_LISTS, *_OF_OBJECTS))):
             is_alone = False
-        further: list[Any] = []  # schemas that hold as well
+        further: list[Any] = []  # schemas that must also hold
         _check_numbers(kept)
         self._texts(kept, further)
         self._lists(kept, is_alone=is_alone)
@@ -174,7 +174,7 @@ class _Rewriter:
         return {key: self._schema(schema, is_alone=is_alone) for key, schema in schemas.items()}
 
     def _texts(self, kept: dict[str, Any], further: list[Any]) -> None:
-        """Give pattern and format their meaning."""
+        """Rewrite pattern and format."""
         if kept.get("format") in NUMBER_RANGES:
             low, high = NUMBER_RANGES[kept["format"]]
             further.append({"minimum": low, "maximum": high})
@@ -186,7 +186,7 @@ class _Rewriter:
         further += [{"pattern": f"^(?:{part})$"} for part in (pattern.body, *pattern.needed)]
 
     def _lists(self, kept: dict[str, Any], *, is_alone: bool) -> None:
-        """Rewrite what is said of lists."""
+        """Rewrite the keywords of lists."""
         if isinstance(kept.get("items"), list):  # before draft 2020-12
             kept["prefixItems"] = kept.pop("items")
             if "additionalItems" in kept:
@@ -209,15 +209,15 @@ class _Rewriter:
             kept["items"] = self._schema(kept["items"], is_alone=is_alone)
 
     def _write_out_unique(self, kept: dict[str, Any]) -> None:
-        """Replace lists of different values of a short enum by an enum of lists."""
+        """Replace a list of unique values of a short enum by an enum of lists."""
         values = self._values(kept.get("items"))
         if values is None or len(values) > _MOST_UNIQUE or "prefixItems" in kept or "contains" in kept:
-            raise ValueError("uniqueItems: not supported, but for the values of a short enum")
+            raise ValueError("uniqueItems: supported only for the values of a short enum")
         if "enum" in kept:
             raise ValueError("uniqueItems: not supported beside an enum of lists")
         choose = itertools.permutations if len(values) <= _MOST_PERMUTED else itertools.combinations
-        least, most = kept.pop("minItems", 0), min(kept.pop("maxItems", len(values)), len(values))
-        lists = [list(choice) for size in range(least, most + 1) for choice in choose(values, size)]
+        min_size, max_size = kept.pop("minItems", 0), min(kept.pop("maxItems", len(values)), len(values))
+        lists = [list(choice) for size in range(min_size, max_size + 1) for choice in choose(values, size)]
         if not lists or len(lists) > _MOST_LISTS:
             raise ValueError("uniqueItems: no list is long enough")
         if kept.get("type") == "array":
@@ -227,7 +227,7 @@ class _Rewriter:
             raise ValueError("uniqueItems: only with the type array")
 
     def _values(self, schema: Any) -> list[Any] | None:
-        """Return the different values of an enum, None for any other schema."""
+        """Return the distinct values of an enum, or None for any other schema."""
         schema = self._behind(schema)
         if not isinstance(schema, dict):
             return None
@@ -243,7 +243,7 @@ class _Rewriter:
         return list(dict.fromkeys(values))
 
     def _objects(self, kept: dict[str, Any], further: list[Any], *, is_alone: bool) -> None:
-        """Rewrite what is said of objects."""
+        """Rewrite the keywords of objects."""
         if "unevaluatedProperties" in kept and not any(name in kept for name in (*_IN_PLACE, *_DEPENDENT)):
             kept.setdefault("additionalProperties", kept.pop("unevaluatedProperties"))
             kept.pop("unevaluatedProperties", None)
@@ -285,7 +285,7 @@ class _Rewriter:
                 further += self._dependents(name, kept.pop(name))
 
     def _dependents(self, keyword: str, dependents: Any) -> Iterator[Any]:
-        """Yield a schema for each name that asks for others."""
+        """Yield a schema for each property that requires others."""
         if not isinstance(dependents, dict):
             raise ValueError(f"{keyword}: expected an object")
         for name, value in dependents.items():
@@ -296,7 +296,7 @@ class _Rewriter:
             yield {"anyOf": [{"properties": {name: False}}, consequence]}
 
     def _name_properties(self, kept: dict[str, Any]) -> None:
-        """Replace propertyNames by the other keywords of objects."""
+        """Replace propertyNames by other keywords of objects."""
         names = self._behind(kept.pop("propertyNames"))
         if names is True:
             return
@@ -305,34 +305,34 @@ class _Rewriter:
             return
         if not isinstance(names, dict):
             raise ValueError("propertyNames: expected a schema")
-        rest = names.keys() - SAYING_NOTHING
-        if rest <= {"type"}:
-            if rest and names["type"] != "string":
+        keywords = names.keys() - SAYING_NOTHING
+        if keywords <= {"type"}:
+            if keywords and names["type"] != "string":
                 raise ValueError("propertyNames: names are strings")
             return
-        if "patternProperties" in kept or rest - {"type"} not in ({"enum"}, {"const"}, {"pattern"}):
+        if "patternProperties" in kept or keywords - {"type"} not in ({"enum"}, {"const"}, {"pattern"}):
             raise ValueError("propertyNames: only an enum or a pattern, without patternProperties, is supported")
-        others = kept.pop("additionalProperties", True)
+        additional = kept.pop("additionalProperties", True)
         properties = kept.get("properties", {})
         kept["additionalProperties"] = False
-        if "pattern" in rest:
+        if "pattern" in keywords:
             expression = re.compile(names["pattern"])
             forbidden = [name for name in properties if expression.search(name) is None]
-            says_nothing = others is True or others == {}
-            if others is not False and not says_nothing and len(forbidden) < len(properties):
+            says_nothing = additional is True or additional == {}
+            if additional is not False and not says_nothing and len(forbidden) < len(properties):
                 raise ValueError("propertyNames: a pattern beside properties and a schema of others is not supported")
-            if others is not False:
-                kept["patternProperties"] = {names["pattern"]: others}
+            if additional is not False:
+                kept["patternProperties"] = {names["pattern"]: additional}
             added: Mapping[str, Any] = {}
         else:
-            allowed = names["enum"] if "enum" in rest else [names["const"]]
+            allowed = names["enum"] if "enum" in keywords else [names["const"]]
             allowed = [name for name in allowed if isinstance(name, str)]
             forbidden = [name for name in properties if name not in allowed]
-            added = {name: others for name in allowed if name not in properties}
+            added = {name: additional for name in allowed if name not in properties}
         kept["properties"] = properties | dict.fromkeys(forbidden, False) | added
 
     def _references(self, kept: dict[str, Any], *, is_alone: bool) -> None:
-        """Rewrite the schemas that describe the same value."""
+        """Rewrite the keywords that apply further schemas to the same value."""
         if "$ref" in kept:
             target = self._target(kept["$ref"])
             self._check_loops(target, ())
@@ -385,7 +385,7 @@ class _Rewriter:
         raise ValueError(f"$ref: '#{name}' is not in the schema")
 
     def _check_loops(self, schema: Any, above: tuple[int, ...]) -> None:
-        """Raise if a schema is said to hold where it holds."""
+        """Raise ValueError if a schema refers to itself for the same value."""
         if not isinstance(schema, dict) or id(schema) in self._checked:
             return
         if id(schema) in above:
@@ -400,7 +400,7 @@ class _Rewriter:
         self._checked.add(id(schema))
 
     def _behind(self, schema: Any) -> Any:
-        """Return the schema behind a chain of $ref without other keywords."""
+        """Return the schema at the end of a chain of $ref without other keywords."""
         for _ in range(8):
             if not isinstance(schema, dict) or schema.keys() - SAYING_NOTHING != {"$ref"}:
                 break
@@ -408,17 +408,17 @@ class _Rewriter:
         return schema
 
     def _are_disjoint(self, first: Any, second: Any) -> bool:
-        """Return whether two schemas surely have no value in common."""
+        """Return whether two schemas provably have no common value."""
         first, second = self._behind(first), self._behind(second)
         if not isinstance(first, dict) or not isinstance(second, dict):
             return False
-        kinds, others = _types(first), _types(second)
-        if not kinds & others:
+        kinds, other_kinds = _types(first), _types(second)
+        if not kinds & other_kinds:
             return True
         values, other_values = self._values(first), self._values(second)
         if values is not None and other_values is not None:
             return not set(values) & set(other_values)
-        if kinds & others != {"object"}:
+        if kinds & other_kinds != {"object"}:
             return False
         for name in {*first.get("required", ())} & {*second.get("required", ())}:
             values = self._values(first.get("properties", {}).get(name))
@@ -429,7 +429,7 @@ class _Rewriter:
 
 
 def _count_properties(kept: dict[str, Any], further: list[Any]) -> None:
-    """Say by names what minProperties and maxProperties say, where names are enough."""
+    """Express minProperties and maxProperties by names of properties, where possible."""
     if "minProperties" in kept and kept["minProperties"] <= len(set(kept.get("required", ()))):
         del kept["minProperties"]
     if kept.get("additionalProperties", True) is not False or "patternProperties" in kept:
@@ -447,7 +447,7 @@ def _count_properties(kept: dict[str, Any], further: list[Any]) -> None:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a schema allows by its type."""
+    """Return the JSON types that a schema's `type` allows."""
     kinds = schema.get("type", ["string", "number", "boolean", "null", "array", "object"])
     if isinstance(kinds, str):
         kinds = [kinds]
@@ -455,7 +455,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _pattern_of(schema: Mapping[str, Any]) -> Pattern | None:
-    """Return the strings that pattern and format allow, None for any."""
+    """Return the pattern of strings that `pattern` and `format` allow; None for any string."""
     patterns = []
     if "pattern" in schema:
         patterns.append(ecma_pattern(_text("pattern", schema["pattern"])))
@@ -477,7 +477,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _check_numbers(kept: dict[str, Any]) -> None:
-    """Check the numbers of a schema; counts become integers."""
+    """Check the numbers of a schema; convert counts to integers."""
     for name in (*_COUNTS, *_BOUNDS):
         if name not in kept:
             continue

@@ -1,4 +1,4 @@
-"""Grammars of two engines along one completion, with one face."""
+"""Matchers of llguidance and xgrammar with a common interface."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 
 
 class Matcher(Protocol):
-    """The state of a grammar after the tokens so far."""
+    """State of a grammar after the tokens so far."""
 
     def accept(self, token: int) -> bool:
-        """Move on by a token; return False, and stay, if it is not allowed."""
+        """Advance by a token; return False without advancing if the token is not allowed."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Take tokens back."""
+        """Undo the last tokens."""
 
     def mask(self) -> bytes:
-        """Return a bit for every token that may follow, in words of 32; nothing if the text has ended."""
+        """Return the allowed tokens as bits in words of 32; empty if the text has ended."""
 
 
 class GuidedMatcher:
-    """llguidance's matcher over a vocabulary of which the last row, one behind all tokens, ends a text.
+    """llguidance's matcher over a vocabulary with an extra row after all tokens, which ends a text.
 
     Args:
-        stop_ids: tokens that may follow a whole text.
+        stop_ids: tokens that may follow a complete text.
 
     Raises:
         ValueError: the grammar is malformed.
     """
 
     def __init__(self, vocabulary: Any, vocab_size: int, stop_ids: frozenset[int], grammar: str) -> None:
-        # Any tokens may spell a text, not only those that the tokenizer would choose.
+        # no_forcing: any tokens may spell a text, not only the tokenizer's choice.
         self._begin = LLMatcher(vocabulary, f'%llguidance {{"no_forcing": true}}\n{grammar}', log_level=0)
         if self._begin.is_error():
             error = _PLACE.sub("", self._begin.get_error().partition("\n")[0])
@@ -81,7 +81,7 @@ class GuidedMatcher:
             if not error.startswith("NoExtension"):
                 raise RuntimeError(error)
             bits[:] = 0
-        if self._vocab_size // 8 < len(bits):  # the row behind all tokens is none
+        if self._vocab_size // 8 < len(bits):  # clear bits behind the vocabulary
             bits[self._vocab_size // 8] &= 0xFF >> (8 - self._vocab_size % 8)
             bits[self._vocab_size // 8 + 1 :] = 0
         if is_whole:
@@ -91,7 +91,7 @@ class GuidedMatcher:
 
 
 class XgrammarMatcher:
-    """xgrammar's matcher of a compiled grammar."""
+    """Matcher of xgrammar for a compiled grammar."""
 
     def __init__(self, compiled: Any, vocab_size: int) -> None:
         import xgrammar
@@ -106,7 +106,7 @@ class XgrammarMatcher:
         self._matcher.rollback(num_tokens)
 
     def mask(self) -> bytes:
-        if self._matcher.is_terminated():  # xgrammar has no mask then
+        if self._matcher.is_terminated():  # xgrammar gives no mask then
             return b""
         self._mask.fill_(-1)
         self._matcher.fill_next_token_bitmask(self._mask)

@@ -1,6 +1,6 @@
-"""Regular expressions in Python's or ECMAScript's meaning, as patterns of llguidance that match whole texts.
+"""Translation of Python and ECMAScript regular expressions to llguidance patterns that match whole texts.
 
-Python's own parser reads them. A pattern that cannot be given its meaning is refused by name.
+Python's own parser reads them. A pattern that cannot be translated exactly is refused with the name of the part.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _NAMES = {
 }
 _BEGINS = (codes.AT_BEGINNING, codes.AT_BEGINNING_STRING)
 _ENDS = (codes.AT_END, codes.AT_END_STRING)
-# A character of a pattern: an escape, or any other.
+# A character of a pattern: an escape or any other character.
 _CHARACTERS = re.compile(r"\\u\{([0-9A-Fa-f]+)\}|\\u([dD][89abAB]..)\\u([dD][c-fC-F]..)|\\(.)|(.)", re.DOTALL)
 _ECMA_ESCAPES = frozenset("dDwWsSbBnrtvf0xu")
 
 
 class Pattern(NamedTuple):
-    """A text matches if all of it matches `body` and every one of `needed`, and none of `banned`."""
+    """Pattern of whole texts that match `body`, every pattern in `needed`, and no pattern in `banned`."""
 
     body: str
     needed: tuple[str, ...] = ()
@@ -51,48 +51,48 @@ class Pattern(NamedTuple):
 
 
 def python_pattern(text: str) -> Pattern:
-    """Return the texts of `re.fullmatch`.
+    """Return the pattern of texts that `re.fullmatch` accepts.
 
     Raises:
-        ValueError: it is malformed, or has a part that is not supported.
+        ValueError: the expression is malformed or has an unsupported part.
     """
     return _Translator(text, is_python=True).pattern()
 
 
 def ecma_pattern(text: str) -> Pattern:
-    r"""Return the texts that a JSON schema's `pattern` finds a match in.
+    r"""Return the pattern of texts in which a JSON schema's `pattern` finds a match.
 
-    Where ECMAScript and Python differ, as for \d or a line break before $, only texts that match in both.
+    Where ECMAScript and Python differ, for example in \d or a line break before $, texts must match in both.
 
     Raises:
-        ValueError: it is malformed, or has a part that is not supported.
+        ValueError: the expression is malformed or has an unsupported part.
     """
     return _Translator(_from_ecma(text), is_python=False).pattern()
 
 
 def literal(text: str) -> str:
-    """Return a pattern of one text."""
+    """Return the pattern of a single text."""
     return "".join(_character(ord(character)) for character in text)
 
 
 class _Translator:
-    """Translates one parsed pattern.
+    """Translates one parsed expression.
 
-    A part at an end of the pattern is given the text that may stand outside, none for a whole match; an anchor replaces
-    that by nothing. A part elsewhere is given None, and may have no anchor.
+    A part at an end of the expression gets the pattern of text that may follow outside ("" for a whole match); an
+    anchor replaces it by "". A part elsewhere gets None and must not have anchors.
     """
 
     def __init__(self, text: str, *, is_python: bool) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sets that a later Python may read otherwise
+            warnings.simplefilter("ignore")  # ignore warnings of sets whose meaning may change in Python
             try:
                 self._parsed = parser.parse(text)
             except (re.error, OverflowError) as error:
                 raise ValueError(f"pattern: {error}") from None
         self._is_python = is_python
         self._outside = "" if is_python else ANY_TEXT
-        self._is_wide = False  # whether sets are as large as either dialect makes them, for what may not match
-        self._is_ahead = False  # whether a lookahead is read
+        self._is_wide = False  # whether sets hold the characters of both dialects, as in banned texts
+        self._is_ahead = False  # whether this is within a lookahead
         self._needed: list[str] = []
         self._banned: list[str] = []
 
@@ -106,7 +106,7 @@ class _Translator:
     def _sequence(
         self, items: Sequence[Any], flags: int, left: str | None, right: str | None, *, is_first: bool = False
     ) -> str:
-        """Translate parts that follow one another; is_first: whether all texts of the pattern begin here."""
+        """Translate a sequence of parts. is_first: whether all texts of the expression begin here."""
         begin, end = 0, len(items)
         while begin < end:
             code, value = items[begin]
@@ -136,16 +136,16 @@ class _Translator:
         return "".join(texts)
 
     def _anchored(self, anchor: Any, flags: int) -> str:
-        """Return the text outside an anchor."""
+        """Return the pattern of text outside an anchor."""
         if flags & re.MULTILINE and anchor in (codes.AT_BEGINNING, codes.AT_END):
             raise ValueError("pattern: the flag m is not supported beside ^ and $")
         if anchor is codes.AT_END and self._is_ahead and (self._is_python or self._is_wide):
-            return r"\x{A}?"  # Python's $ also stands before a line break that ends the text
+            return r"\x{A}?"  # Python's $ also matches before a final line break
         return ""
 
     def _look_ahead(self, items: Sequence[Any], flags: int, *, is_banned: bool) -> None:
         self._is_ahead, self._is_wide = True, is_banned
-        if is_banned and not self._is_python:  # a schema cannot ban a pattern
+        if is_banned and not self._is_python:  # a JSON schema cannot ban a pattern
             self._needed.append(self._complement(items, flags))
         elif is_banned:
             self._banned.append(self._sequence(items, flags, None, ANY_TEXT))
@@ -171,7 +171,7 @@ class _Translator:
         return complement_pattern(automaton, end, _set)
 
     def _add(self, automaton: Automaton, items: Sequence[Any], flags: int, state: int) -> int:
-        """Add a sequence behind a state of an automaton; return the state behind it."""
+        """Add a sequence after a state of an automaton; return the state after it."""
         for code, value in items:
             ranges = self._ranges(code, value, flags)
             if ranges is not None:
@@ -214,8 +214,8 @@ class _Translator:
             return f"(?:{'|'.join(options)})"
         if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
             low, high, items = value
-            most = "" if high == codes.MAXREPEAT else str(int(high))
-            return f"(?:{self._sequence(items, flags, None, None)}){{{low},{most}}}"
+            max_count = "" if high == codes.MAXREPEAT else str(int(high))
+            return f"(?:{self._sequence(items, flags, None, None)}){{{low},{max_count}}}"
         ranges = self._ranges(code, value, flags)
         if ranges is None:
             raise self._unsupported(code, value)
@@ -228,7 +228,7 @@ class _Translator:
         return ValueError(f"pattern: {_NAMES.get(name, name)} is not supported")
 
     def _ranges(self, code: Any, value: Any, flags: int) -> Ranges | None:
-        """Return the characters of a part that takes one, None for any other part."""
+        """Return the characters of a part that matches one character; None for any other part."""
         if flags & re.IGNORECASE:
             raise ValueError("pattern: the flag i is not supported")
         if code is codes.LITERAL:
@@ -249,14 +249,14 @@ class _Translator:
         return _complement(((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029)))
 
     def _members(self, items: Sequence[Any], flags: int) -> Ranges:
-        """Return the set between brackets; of two dialects what both have, or what either has."""
+        """Return the set in brackets: the intersection of both dialects, or their union if `_is_wide`."""
         if self._is_python:
             return self._set_in(items, is_ascii=bool(flags & re.ASCII), is_ecma=False)
-        ranges = self._set_in(items, is_ascii=False, is_ecma=False)
-        others = self._set_in(items, is_ascii=True, is_ecma=True)
+        python_ranges = self._set_in(items, is_ascii=False, is_ecma=False)
+        ecma_ranges = self._set_in(items, is_ascii=True, is_ecma=True)
         if self._is_wide:
-            return _union(ranges, others)
-        return _complement(_union(_complement(ranges), _complement(others)))
+            return _union(python_ranges, ecma_ranges)
+        return _complement(_union(_complement(python_ranges), _complement(ecma_ranges)))
 
     def _set_in(self, items: Sequence[Any], *, is_ascii: bool, is_ecma: bool) -> Ranges:
         ranges: Ranges = ()
@@ -283,7 +283,7 @@ class _Translator:
 
 
 def _has_anchor(code: Any, value: Any) -> bool:
-    """Return whether a part is an anchor, or a choice with one."""
+    """Return whether a part is an anchor or a choice with an anchor."""
     if code is codes.AT:
         return True
     if code is codes.SUBPATTERN:
@@ -294,7 +294,7 @@ def _has_anchor(code: Any, value: Any) -> bool:
 
 
 def _from_ecma(text: str) -> str:
-    r"""Return a pattern of ECMAScript as Python reads it, the same in both but for \d and the like."""
+    r"""Convert an ECMAScript pattern to Python's syntax, except for the meaning of \d and similar classes."""
     if "[]" in text or "[^]" in text:
         raise ValueError("pattern: an empty set of characters is not supported")
     if "{," in text:
@@ -322,7 +322,7 @@ def _from_ecma(text: str) -> str:
 
 @lru_cache
 def _unicode(kind: str) -> Ranges:
-    r"""Return the code points of \d, \s or \w, as this Python's `re` matches them."""
+    r"""Return the code points that \d, \s or \w match in this Python's `re`."""
     text = "".join(map(chr, range(LAST_CHARACTER + 1)))
     ranges = [(match.start(), match.end() - 1) for match in re.finditer(f"{_LETTERS[kind]}+", text)]
     return tuple(ranges)
@@ -351,7 +351,7 @@ def _complement(ranges: Ranges) -> Ranges:
 
 
 def _set(ranges: Ranges) -> str:
-    """Return the pattern of a set, without surrogates, which no text holds."""
+    """Return the pattern of a set, without surrogates, which texts cannot contain."""
     ranges = _complement(_union(_complement(ranges), _SURROGATES))
     if not ranges:
         raise ValueError("pattern: a set without characters matches nothing")
@@ -361,7 +361,7 @@ def _set(ranges: Ranges) -> str:
 
 
 def _character(code: int) -> str:
-    """Return a character as a pattern's literal."""
+    """Return the pattern of a single character."""
     if 0xD800 <= code <= 0xDFFF:
         raise ValueError(f"the surrogate U+{code:04X} stands in no text")
     character = chr(code)

@@ -1,4 +1,4 @@
-"""Answers of a given form: grammars compiled by llguidance or xgrammar into matchers for `token_mask`."""
+"""Structured answers: grammars compiled by llguidance or xgrammar to matchers for `token_mask`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
-from paged.kernels.common.scalars import as_float, shown
-from paged.serving.grammar.fair_slots import FairSlots, QueueFullError
+from paged.kernels.core.errors import as_float, shown
+from paged.serving.grammar.fair_semaphore import FairSemaphore, QueueFullError
 from paged.serving.grammar.grammar_process import MAX_MEGABYTES, REFUSED, move
 from paged.tools.bounded_process import Branch, ProcessEndedError, ProcessLostError, Root
 from paged.tools.printable import one_line
@@ -25,34 +25,35 @@ if TYPE_CHECKING:
 
 Kind = Literal["json", "regex", "grammar", "choice", "structural_tag"]
 _MAX_CHARACTERS, _MAX_VALUES, _MAX_DEPTH = 1 << 16, 2048, 64
-# Grammars that compile at once. One that takes more CPU time than a moment starts again among few others, so that the
-# next need not wait for it.
+# Numbers of grammars and of slow grammars that compile at once. A grammar that takes longer than _MOMENT_S starts again
+# as a slow grammar, so that it does not delay others.
 _MAX_COMPILING, _MAX_SLOW = 8, 4
 _MOMENT_S = 0.25
 _ROOT = Root("paged.serving.grammar.grammar_process", niceness=10)
-_START_S = 120.0  # to load torch and xgrammar on a busy machine
-# Tokens whose time one token may take together. The first mask over a large vocabulary is the slowest.
+_START_S = 120.0  # time to load torch and xgrammar on a busy machine
+# A single token may take the time limit of this many tokens, because the first mask over a large vocabulary is slow.
 _BURST_TOKENS = 20
-# A process waits for a core at most so long before it ends, beside its CPU time.
+# Seconds that a process may wait for a core: the limit of real time exceeds the limit of CPU time by this.
 _SPARE_S = 2.0
 _QUICK_S = 0.005
 
 
 class GrammarLimitError(PagedError):
-    """A grammar takes more time or memory than it may: for a token, or to be compiled beside many others."""
+    """A grammar exceeds its limit of time or memory for a token, or too many grammars wait to be compiled."""
 
 
 class GrammarCompiler:
-    """Compiles grammars over one vocabulary and keeps the last of them.
+    """Compiles grammars over one vocabulary and caches them.
 
-    Grammars are compiled and followed in processes of their own, which the system ends at a limit of time or memory.
+    Grammars are compiled and advanced in separate processes, which the system ends at a limit of time or memory.
 
     Args:
-        vocab_size: the model's, which may be larger than the tokenizer's.
-        end_token_ids: tokens that may follow a whole answer.
-        max_cached: grammars to keep, least recently used dropped first.
-        token_seconds: CPU time that a completion's grammar may take for a token, on average over the last 20.
-        max_waiting: grammars that wait to be compiled; beyond, one of the client with most of them is refused.
+        vocab_size: vocabulary size of the model, which may exceed the tokenizer's.
+        end_token_ids: tokens that may follow a complete answer.
+        max_cached: number of cached grammars; the least recently used is dropped first.
+        token_seconds: limit for a completion's CPU time per token, on average over the last 20 tokens.
+        max_waiting: maximum number of grammars that wait to be compiled. Beyond it, a grammar of the client with most
+            waiting grammars is refused.
 
     Raises:
         InvalidInputError: `token_seconds` is not positive.
@@ -71,34 +72,36 @@ class GrammarCompiler:
         self._tokenizer, self._max_cached, self._max_waiting = tokenizer, max_cached, max_waiting
         self._setup = {"vocab_size": vocab_size, "end_token_ids": list(end_token_ids)}
         self._token_s = as_float("token_seconds", token_seconds, math.nextafter(0, 1))
-        self._compiled: dict[tuple[str, str], _Compiled] = {}  # the least recently used first
-        self._shared: dict[tuple[str, str], _Shared] = {}  # that compile
+        self._compiled: dict[tuple[str, str], _Compiled] = {}  # least recently used first
+        self._shared: dict[tuple[str, str], _Shared] = {}  # grammars being compiled
         self._vocabulary: Branch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def compile(self, kind: Kind, grammar: Any, *, seconds: float = 10.0, client: Hashable = None) -> Any:
-        """Return a fresh matcher, see `TokenMask`; other coroutines run meanwhile.
+        """Compile a grammar; return a fresh matcher, see `TokenMask`. Other coroutines run meanwhile.
 
-        A matcher's methods raise GrammarLimitError once its grammar has taken more time or memory than it may, and
-        ProcessLostError if the system has no process for them, or has ended it.
+        A matcher's methods raise GrammarLimitError once the grammar exceeds its time or memory, and ProcessLostError if
+        the system cannot start its process or has ended it.
 
         Args:
-            kind: "json" for a JSON schema, as a mapping or text; "regex", in Python's meaning, for the whole answer;
-                "grammar" for EBNF as xgrammar reads it; "choice" for a list of texts; "structural_tag" for xgrammar's.
-            client: whose grammar it is. Clients are served in turn.
+            kind: "json" for a JSON schema, as a mapping or text; "regex" for a Python regular expression of the whole
+                answer; "grammar" for EBNF in xgrammar's dialect; "choice" for a list of texts; "structural_tag" for
+                xgrammar's structural tags.
+            client: key of the client; clients are served in turn.
 
         Raises:
-            InvalidInputError: it is malformed, or has a part that is not supported; it is larger than 65,536 characters
-                or 2,048 JSON values, or deeper than 64; it takes longer than `seconds`, apart from waiting for others,
-                or more than 512 MB.
-            GrammarLimitError: more wait than may.
-            ProcessLostError: the system has no process for it, or has ended it.
+            InvalidInputError: the grammar is malformed or has an unsupported part; it exceeds 65,536 characters, 2,048
+                JSON values or a depth of 64; or compiling takes longer than `seconds`, without waiting for others, or
+                more than 512 MB.
+            GrammarLimitError: too many grammars wait.
+            ProcessLostError: the system cannot start a process, or has ended it.
             UnsupportedError: llguidance or xgrammar is not installed, or this system has no fork.
         """
         kind, text = _checked(kind, grammar)
         key = (kind, text)
         compiled = self._compiled.pop(key, None)
-        if compiled is None or compiled.process.is_ready():  # it answers nothing now, so it has ended
+        # Nothing was asked, so a readable socket means that the process has ended.
+        if compiled is None or compiled.process.is_ready():
             vocabulary = await self._started()
             compiled = await self._compiled_once(vocabulary, key, seconds, client)
         self._compiled[key] = compiled
@@ -109,9 +112,9 @@ class GrammarCompiler:
     async def _compiled_once(
         self, vocabulary: Branch, key: tuple[str, str], seconds: float, client: Hashable
     ) -> _Compiled:
-        """Compile a grammar once for all who wait for it, as long as someone does.
+        """Compile a grammar once for all callers that wait for it; cancel it when none waits.
 
-        It waits in the place of the client that asked first. If that place is refused, others ask in their own.
+        It takes the turn of the first client. If this turn is refused, other clients try again with their own turn.
         """
         while True:
             shared = self._shared.get(key)
@@ -135,10 +138,10 @@ class GrammarCompiler:
         self, vocabulary: Branch, kind: str, text: str, seconds: float, client: Hashable
     ) -> _Compiled:
         try:
-            async with self._slots.slot(client):
+            async with self._turns.hold(client):
                 compiled = await self._compile(vocabulary, kind, text, seconds, min(_MOMENT_S, seconds))
             if compiled is None and seconds > _MOMENT_S:
-                async with self._slow_slots.slot(client):
+                async with self._slow_turns.hold(client):
                     compiled = await self._compile(vocabulary, kind, text, seconds, seconds)
         except QueueFullError:
             raise GrammarLimitError(f"{kind}: {self._max_waiting} others wait to be compiled") from None
@@ -149,7 +152,7 @@ class GrammarCompiler:
     async def _compile(
         self, vocabulary: Branch, kind: str, text: str, seconds: float, cpu_s: float
     ) -> _Compiled | None:
-        """Compile a grammar, None if that takes too much time or memory."""
+        """Compile a grammar; return None if it exceeds time or memory."""
         process = vocabulary.branch()
         try:
             async with asyncio.timeout(seconds):
@@ -164,19 +167,20 @@ class GrammarCompiler:
             process.close()
             return None
         except BaseException:
-            process.close()  # the traceback keeps it: on Python 3.13 a cancelled task's lives until a collection
+            process.close()  # close now, because a cancelled task's traceback may keep it alive
             raise
         return _Compiled(process, mask, frozenset(answer["stops"]))
 
     async def _started(self) -> Branch:
-        """Return a process that knows the vocabulary."""
+        """Return a process with the vocabulary."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._shared, self._starting = loop, {}, asyncio.Lock()
-            self._slots = FairSlots(_MAX_COMPILING, self._max_waiting)
-            self._slow_slots = FairSlots(_MAX_SLOW, self._max_waiting)
+            self._turns = FairSemaphore(_MAX_COMPILING, self._max_waiting)
+            self._slow_turns = FairSemaphore(_MAX_SLOW, self._max_waiting)
         async with self._starting:
-            if self._vocabulary is None or self._vocabulary.is_ready():  # it answers nothing now, so it has ended
+            # Nothing was asked, so a readable socket means that the process has ended.
+            if self._vocabulary is None or self._vocabulary.is_ready():
                 process = await asyncio.to_thread(_ROOT.branch)
                 text = await asyncio.to_thread(self._tokenizer.to_str)
                 try:
@@ -193,7 +197,7 @@ class GrammarCompiler:
 
 @dataclass(eq=False)
 class _Shared:
-    """A grammar that compiles, in whose place, and how many wait for it."""
+    """A grammar being compiled: its task, the client whose turn it uses, the number of waiting callers."""
 
     task: asyncio.Task[_Compiled]
     client: Hashable
@@ -201,7 +205,7 @@ class _Shared:
 
 
 class _Compiled(NamedTuple):
-    """A process with a compiled grammar, which is only branched; the mask of its first token; tokens that end it."""
+    """A compiled grammar: its process, which is only branched, the mask of its first token, its end tokens."""
 
     process: Branch
     mask: bytes
@@ -209,17 +213,17 @@ class _Compiled(NamedTuple):
 
 
 class _Matcher:
-    """A `TokenMask` whose state is in a process of its own, from the first token on.
+    """`TokenMask` with its state in a separate process, from the first token on.
 
-    Moves are sent at once and answered by the next mask, which is computed while the engine does other things.
+    A move is sent at once. The process answers with the next mask, which it computes while the engine does other work.
     """
 
     def __init__(self, compiled: _Compiled, token_s: float) -> None:
         self._compiled, self._token_s = compiled, token_s
         self._process: Branch | None = None
-        self._tokens: list[int] = []  # so far
-        self._num_back = 0  # tokens that the process has to take back before the next move
-        self._mask: bytes | None = compiled.mask  # None while it is not known
+        self._tokens: list[int] = []  # accepted tokens
+        self._num_back = 0  # number of tokens that the process must undo before the next move
+        self._mask: bytes | None = compiled.mask  # None if unknown
         self._is_asked = self._is_stopped = False
         self._left_s = _BURST_TOKENS * token_s
         self._last_s = 0.0
@@ -272,21 +276,21 @@ class _Matcher:
         return twin
 
     def is_ready(self, timeout: float) -> bool:
-        """Wait until the next mask is here, or an error; return whether that came within `timeout` seconds."""
+        """Wait at most `timeout` seconds for the next mask or an error; return whether it arrived."""
         return not self._is_asked or self._process is None or self._process.is_ready(timeout)
 
     @property
     def is_quick(self) -> bool:
-        """Whether a mask is likely to be there when it is needed."""
+        """Whether masks usually arrive before they are needed."""
         return self._last_s < _QUICK_S
 
     def close(self) -> None:
-        """End its process."""
+        """End the process."""
         if self._process is not None:
             self._process.close()
 
     def _ask(self, *tokens: int) -> None:
-        """Send a move, without waiting for the mask that answers it."""
+        """Send a move without waiting for its mask."""
         self._left_s = min(self._left_s + self._token_s, _BURST_TOKENS * self._token_s)
         if self._left_s <= 0:
             raise self._error()
@@ -302,7 +306,7 @@ class _Matcher:
         self._mask, self._num_back, self._is_asked = None, 0, True
 
     def _receive(self) -> bool:
-        """Take the answer to the last move; return whether the grammar allows it."""
+        """Receive the answer to the last move; return whether the grammar allows the move."""
         assert self._process is not None
         try:
             answer, self._last_s = self._process.receive()
@@ -333,7 +337,7 @@ async def _asked(
 
 
 def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
-    """Return the kind, and the grammar as text of a bounded size and depth."""
+    """Return the kind and the grammar as a text, after checking size and depth."""
     if kind not in get_args(Kind):
         raise InvalidInputError(f"kind: {shown(kind)}, expected one of {', '.join(get_args(Kind))}")
     if kind == "choice":
@@ -356,7 +360,7 @@ def _checked(kind: Any, grammar: Any) -> tuple[Any, str]:
 
 
 def _size(value: Any, levels: int = _MAX_DEPTH) -> float:
-    """Return the number of values in JSON, infinite beyond the levels."""
+    """Return the number of JSON values, or infinity if it is nested too deeply."""
     if levels == 0:
         return math.inf
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""Structural tags as grammars of llguidance, in its form of Lark.
+"""Translation of structural tags to llguidance grammars in its dialect of Lark.
 
-A sequence of texts and patterns becomes one terminal, so that its parts are not read apart. JSON and choices divide it.
+A sequence of texts and patterns becomes one terminal, so that its parts are not lexed separately. JSON and choices
+split the sequence.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from paged.serving.grammar.patterns import ANY_TEXT, Pattern, literal, python_pa
 
 
 class UnknownTagError(ValueError):
-    """A structural tag has an element that is left to xgrammar."""
+    """A structural tag has an element that only xgrammar supports."""
 
 
 def json_grammar(schema: Any) -> str:
-    """Return the grammar of a schema's values, with one space behind commas and colons.
+    """Return the grammar of a schema's values, with one space after commas and colons.
 
     Raises:
-        ValueError: a keyword of the schema is malformed, or is not kept.
+        ValueError: a keyword of the schema is malformed or cannot be enforced.
     """
     separators = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"start: %json {json.dumps(kept_schema(schema) | {'x-guidance': separators})}"
@@ -33,16 +34,16 @@ def pattern_grammar(pattern: Pattern) -> str:
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
-    """Return the grammar of some texts."""
+    """Return the grammar of a choice of texts."""
     return pattern_grammar(Pattern("|".join(map(literal, texts))))
 
 
 def tag_grammar(tag: Any, special: Mapping[str, int]) -> str:
-    """Return the grammar of a structural tag; special: ids of special tokens by text, which stand for themselves.
+    """Return the grammar of a structural tag. special: id by text of special tokens, which are matched as tokens.
 
     Raises:
-        UnknownTagError: it has an element that is not known here.
-        ValueError: it is malformed, or a schema in it is not kept.
+        UnknownTagError: it has an unknown element.
+        ValueError: it is malformed, or a schema in it cannot be enforced.
     """
     if not isinstance(tag, dict) or not isinstance(tag.get("format"), dict):
         raise UnknownTagError("structural_tag: no format")
@@ -50,7 +51,7 @@ def tag_grammar(tag: Any, special: Mapping[str, int]) -> str:
 
 
 def _terminal(pattern: Pattern) -> str:
-    parts = [f"/(?:{part})/" for part in (pattern.body, *pattern.needed)]  # two slashes begin a comment
+    parts = [f"/(?:{part})/" for part in (pattern.body, *pattern.needed)]  # `//` begins a comment
     parts += [f"~/(?:{part})/" for part in pattern.banned]
     return " & ".join(parts)
 
@@ -65,7 +66,7 @@ class _Grammar:
         return "\n".join([f"start: {start}", *self._rules])
 
     def _parts(self, element: Any) -> list[str | Pattern]:
-        """Return an element as patterns, and rules between them."""
+        """Translate an element to a sequence of patterns and rules."""
         kind = element.get("type") if isinstance(element, dict) else None
         if kind == "const_string":
             return self._literal(_text(element, "value"))
@@ -73,8 +74,8 @@ class _Grammar:
             return [python_pattern(_text(element, "pattern"))]
         if kind == "any_text":
             excludes = element.get("excludes") or []
-            most = element.get("max_chars")
-            return [_without(Pattern(f"(?s:.){{0,{'' if most is None else int(most)}}}"), excludes)]
+            max_chars = element.get("max_chars")
+            return [_without(Pattern(f"(?s:.){{0,{'' if max_chars is None else int(max_chars)}}}"), excludes)]
         if kind == "json_schema":
             return [self._json(element)]
         if kind == "sequence":
@@ -93,7 +94,7 @@ class _Grammar:
         raise UnknownTagError(f"structural_tag: {json.dumps(kind)[:60]} is not known here")
 
     def _literal(self, text: str) -> list[str | Pattern]:
-        """Return a text, in which special tokens stand for themselves."""
+        """Translate a text, in which special tokens are matched as tokens."""
         parts: list[str | Pattern] = []
         begin = 0
         while begin < len(text):
@@ -106,7 +107,7 @@ class _Grammar:
         return parts
 
     def _next_token(self, text: str, begin: int) -> tuple[int, str]:
-        """Return where the next special token is, the longest one there; the end and "" if none is."""
+        """Return position and text of the next special token (the longest one there), or the end and ""."""
         places = []
         for token in self._special:
             at = text.find(token, begin)
@@ -118,7 +119,7 @@ class _Grammar:
         return at, token
 
     def _tag(self, element: Mapping[str, Any]) -> list[str | Pattern]:
-        """Return a begin, a content and an end; a content of any text stops at the first end."""
+        """Translate begin, content and end. A content of any text stops at the first end."""
         end = element.get("end")
         if not isinstance(end, str):
             raise UnknownTagError("structural_tag: several ends")
@@ -126,8 +127,8 @@ class _Grammar:
         if isinstance(content, dict) and content.get("type") == "any_text" and end and end not in self._special:
             inner = self._parts(content)[0]
             assert isinstance(inner, Pattern)
-            whole = Pattern(inner.body + literal(end), banned=(*inner.banned, f"{ANY_TEXT}{literal(end)}(?s:.)+"))
-            return [*self._literal(_text(element, "begin")), whole]
+            with_end = Pattern(inner.body + literal(end), banned=(*inner.banned, f"{ANY_TEXT}{literal(end)}(?s:.)+"))
+            return [*self._literal(_text(element, "begin")), with_end]
         return [*self._literal(_text(element, "begin")), *self._parts(content), *self._literal(end)]
 
     def _tags(self, element: Mapping[str, Any]) -> list[str | Pattern]:
@@ -148,8 +149,8 @@ class _Grammar:
             return _without(pattern, element.get("excludes") or [])
         if style != "json":
             raise UnknownTagError(f"structural_tag: the style {json.dumps(style)[:60]} is not known here")
-        most = element.get("max_whitespace_cnt")
-        space = "[ \\n\\t]*" if most is None else f"[ \\n\\t]{{0,{int(most)}}}"
+        max_spaces = element.get("max_whitespace_cnt")
+        space = "[ \\n\\t]*" if max_spaces is None else f"[ \\n\\t]{{0,{int(max_spaces)}}}"
         guidance: dict[str, Any] = {"whitespace_pattern": space}
         if element.get("any_whitespace") is False:
             guidance = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -157,7 +158,7 @@ class _Grammar:
         return self._named("rule", f"%json {json.dumps(kept | {'x-guidance': guidance})}")
 
     def _rule(self, parts: Sequence[str | Pattern]) -> str:
-        """Return a sequence of parts; patterns that follow one another are one terminal."""
+        """Return the rule of a sequence of parts; adjacent patterns become one terminal."""
         names: list[str] = []
         run: list[Pattern] = []
         for part in (*parts, None):
@@ -184,7 +185,7 @@ class _Grammar:
 
 
 def _without(pattern: Pattern, excludes: Sequence[str]) -> Pattern:
-    """Return the texts of a pattern that hold none of some texts."""
+    """Return the pattern of texts that contain none of some texts."""
     banned = [f"{ANY_TEXT}{literal(text)}{ANY_TEXT}" for text in excludes]
     return pattern._replace(banned=(*pattern.banned, *banned))
 

@@ -1,7 +1,7 @@
-"""JSON schemas and patterns inside structural tags that only xgrammar reads, as far as it keeps them.
+"""Checks of JSON schemas and patterns in structural tags that xgrammar compiles.
 
-xgrammar leaves out many keywords without a word, so a schema may only have the few combinations that it keeps. Its
-patterns are of another dialect, so they may only have what means the same or less there.
+xgrammar silently ignores many keywords, so a schema may use only the combinations that it enforces. Its patterns are of
+another dialect, so they may use only parts with the same or a narrower meaning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _KEYWORDS_BY_TYPE = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
 }
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([A-Za-z0-9_.-]+)", re.ASCII)
-# What takes more characters there: a dot takes newlines, and classes of Unicode are those of ASCII.
+# Parts of a pattern that match more characters in xgrammar: a dot also matches newlines, and a negated class excludes
+# only ASCII characters.
 _WIDER = re.compile(r"(?<!\\)(\\\\)*(\.|\\[DSW])")
 _PATTERN = re.compile(r"\^[^\\.$|^(?]*\$", re.ASCII)
 
@@ -31,7 +32,7 @@ def check_tag(tag: Any) -> None:
     """Check all schemas and patterns in a structural tag.
 
     Raises:
-        ValueError: one has a part that xgrammar may not keep.
+        ValueError: a part may not be enforced by xgrammar.
     """
     for schema in _schemas(tag):
         _check(schema, schema)
@@ -99,9 +100,9 @@ def _check(schema: Any, root: Any) -> None:
     properties = schema.get("properties", {})
     for inner in (*properties.values(), *(schema[name] for name in ("items",) if name in schema)):
         _check(inner, root)
-    others = schema.get("additionalProperties", False)
-    if others is not False:
-        _check(others, root)
+    additional = schema.get("additionalProperties", False)
+    if additional is not False:
+        _check(additional, root)
     if not set(schema.get("required", ())) <= properties.keys():
         raise ValueError("structural_tag: required: names that are no properties are not supported here")
 

@@ -1,4 +1,4 @@
-"""Adapters by the names that clients use, which an adapter keeps when it is replaced."""
+"""Adapters by client name. A replaced adapter passes its client name on to its successor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _POLL_SECONDS = 0.1
 
 
 class Adapters:
-    """The adapters of an engine. One that is replaced ends its requests under another name of the engine's."""
+    """Adapters of an engine. A replaced adapter keeps its own engine name until its requests have ended."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._engine_names: dict[str, str] = {}  # of adapters that are or were loaded here, by the clients' names
-        self._ending: dict[str, asyncio.Task[None]] = {}  # by the engine's names
+        self._engine_names: dict[str, str] = {}  # engine name by client name, of adapters that are or were loaded here
+        self._ending: dict[str, asyncio.Task[None]] = {}  # unloading tasks by engine name
         self._num_loaded = 0
 
     def engine_name(self, name: str) -> str:
-        """Return the engine's name of the adapter that now has a client's name."""
+        """Return the engine name of the adapter that currently has a client name."""
         return self._engine_names.get(name, name)
 
     async def names(self) -> tuple[str, ...]:
-        """Return the clients' names of the adapters that requests can name; none if the executor takes none."""
+        """Return the client names of the adapters that requests can use; none if the executor has no adapters."""
         loaded: tuple[str, ...] = ()
         with suppress(UnsupportedError):
             loaded = await self._engine.list_loras()
@@ -41,12 +41,12 @@ class Adapters:
         """Load an adapter from a folder.
 
         Args:
-            in_place: whether an adapter of this name is replaced. Both are loaded until its requests have ended, so
-                this takes a free slot. If the new one cannot be loaded, the old one stays.
+            in_place: whether to replace an adapter of this name. The old one stays loaded until its requests have
+                ended, so max_loras must allow one more. If loading fails, the old one stays.
 
         Raises:
-            InvalidInputError: the name is taken and is not to be replaced; or as `AsyncEngine.load_lora`.
-            CheckpointError, UnsupportedError: as `AsyncEngine.load_lora`.
+            InvalidInputError: the name is in use without `in_place`; or see `AsyncEngine.load_lora`.
+            CheckpointError, UnsupportedError: see `AsyncEngine.load_lora`.
         """
         is_loaded = name in await self.names()
         if is_loaded and not in_place:
@@ -61,12 +61,12 @@ class Adapters:
             self._ending[old] = asyncio.create_task(self._end(old))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter. Errors are those of `AsyncEngine.unload_lora`."""
+        """Unload an adapter; raises the errors of `AsyncEngine.unload_lora`."""
         await self._engine.unload_lora(self.engine_name(name))
         self._engine_names.pop(name, None)
 
     async def _end(self, engine_name: str) -> None:
-        """Unload a replaced adapter once no request names it."""
+        """Unload a replaced adapter once no request uses it."""
         while self._engine.is_accepting:
             await asyncio.sleep(_POLL_SECONDS)
             with suppress(InvalidInputError):

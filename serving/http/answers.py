@@ -1,4 +1,4 @@
-"""The form of an answer: one stream of pieces becomes events or one body; each route says how."""
+"""Answers from a stream of pieces, as events or one body; each route defines its form."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from starlette.types import Receive, Scope, Send
 
 from paged.executors.requests.sampling_params import SamplingParams
 from paged.serving.http.errors import ApiError, as_api_error, dumps, reply
-from paged.serving.http.gate import LOG, Record
+from paged.serving.http.gate import LOG, RequestLog
 from paged.serving.http.schemas import Sampling, StreamOptions
 from paged.serving.http.service import Piece, service_of
 
 Event = dict[str, Any]
-_TOKEN, _ROW = 16, 64  # work on a token, without and with its log probabilities; 1,024 tokens take 3 ms to read
+_TOKEN, _ROW = 16, 64  # work units of a token, without and with log probabilities
 
 
 class Form:
-    """Makes the events of a streamed answer, or a whole one, of pieces.
+    """Base of forms: makes the events of a streamed answer, or a whole answer, from pieces.
 
-    prefix, kind: of the answer's id, and its type. is_named: whether events are sent with the name of their type, as
-    Anthropic's and those of /v1/responses.
+    prefix: prefix of the answer's id. kind: type of the answer. is_named: whether events carry the name of their type,
+    as in Anthropic's API and /v1/responses.
     """
 
     prefix: ClassVar[str]
@@ -35,12 +35,12 @@ class Form:
 
     def __init__(self, request: Request, body: Sampling) -> None:
         self.service, self.request, self.is_streamed = service_of(request), request, bool(body.stream)
-        self.record: Record = request.state.record
+        self.log: RequestLog = request.state.log
         options = getattr(body, "stream_options", None)
         self.has_usage = isinstance(options, StreamOptions) and bool(options.include_usage)
         if self.has_usage and not self.is_streamed:
             raise ApiError(400, "stream_options: only with stream", "stream_options")
-        self.id = f"{self.prefix}-{self.record.id.removeprefix('req-')}"
+        self.id = f"{self.prefix}-{self.log.id.removeprefix('req-')}"
         self.model = body.model or self.service.config.model_name
         self.created = int(request.state.began)
 
@@ -48,29 +48,29 @@ class Form:
         raise NotImplementedError
 
     def end(self) -> Iterable[Event]:
-        """In OpenAI's form, the usage if it is asked for, and the times of the request."""
+        """Yield the last events: in OpenAI's form, the usage if requested, and the times of the request."""
         if not self.has_usage:
             return []
-        timings = {"queued_s": self.record.queued_s, "first_token_s": self.record.first_token_s}
+        timings = {"queued_s": self.log.queued_s, "first_token_s": self.log.first_token_s}
         return [self.body(choices=[], usage=self.usage(), timings=timings)]
 
     def whole(self, pieces: Sequence[Piece]) -> Event:
-        """Return the answer of one piece for each choice, in their order."""
+        """Return the whole answer from one piece for each choice, in order."""
         raise NotImplementedError
 
     def body(self, **fields: Any) -> Event:
         return {"id": self.id, "object": self.kind, "created": self.created, "model": self.model, **fields}
 
     def usage(self) -> Event:
-        record = self.record
-        details: Event = {"cached_tokens": record.cached_tokens}
-        if record.loaded_tokens:
-            num_on_device = record.cached_tokens - record.loaded_tokens
-            details["cached_tokens_details"] = {"device": num_on_device, "host": record.loaded_tokens}
+        log = self.log
+        details: Event = {"cached_tokens": log.cached_tokens}
+        if log.loaded_tokens:
+            num_on_device = log.cached_tokens - log.loaded_tokens
+            details["cached_tokens_details"] = {"device": num_on_device, "host": log.loaded_tokens}
         return {
-            "prompt_tokens": record.prompt_tokens,
-            "completion_tokens": record.new_tokens,
-            "total_tokens": record.prompt_tokens + record.new_tokens,
+            "prompt_tokens": log.prompt_tokens,
+            "completion_tokens": log.new_tokens,
+            "total_tokens": log.prompt_tokens + log.new_tokens,
             "prompt_tokens_details": details,
         }
 
@@ -86,7 +86,7 @@ class Form:
 
 
 class _EventStream(Response):
-    """Events, one write for a piece. What goes wrong before the first one has a status; later it is an event."""
+    """Stream of events, one write per piece. An error before the first event has a status, a later one is an event."""
 
     media_type = "text/event-stream"
 
@@ -112,9 +112,9 @@ class _EventStream(Response):
             if not has_begun:
                 raise
             failed = as_api_error(error, self._form.request.state.names)
-            scope["state"]["record"].end = failed.message
+            scope["state"]["log"].end = failed.message
             if failed.status >= 500:
-                LOG.error("request %s failed within its stream: %s", scope["state"]["record"].id, failed.message)
+                LOG.error("request %s failed within its stream: %s", scope["state"]["log"].id, failed.message)
             text = self._text([failed.body])
         if not self._form.is_named:
             text += b"data: [DONE]\n\n"
@@ -130,7 +130,7 @@ class _EventStream(Response):
 
 
 def _work(piece: Piece) -> int:
-    """Return how much work it is to write a piece, in characters that are copied."""
+    """Return the work of writing a piece, in copied characters."""
     _, output, part = piece
     count = part.mark.token_ids - part.begin.token_ids
     if part.growth.logprobs is None:
@@ -141,5 +141,5 @@ def _work(piece: Piece) -> int:
 
 
 def finite(value: float) -> float:
-    """JSON has no infinities; OpenAI writes -9999 for a token that cannot be."""
+    """Replace -inf by -9999, as OpenAI does for impossible tokens, because JSON has no infinities."""
     return value if math.isfinite(value) else -9999.0

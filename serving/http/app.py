@@ -1,4 +1,4 @@
-"""The routes."""
+"""Routes of the server."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from paged.serving.http import schemas
 from paged.serving.http.chat import chat, read_again, template_variables
 from paged.serving.http.completions import complete, embed
 from paged.serving.http.errors import ApiError, as_api_error, reply
-from paged.serving.http.gate import LOG, Gate, Record
+from paged.serving.http.gate import LOG, Gate, RequestLog
 from paged.serving.http.messages import answer_messages, count_tokens
 from paged.serving.http.responses import respond_to_input
 from paged.serving.http.service import Service, service_of
 
-_MOST_CELLS = 4096  # blocks that the page draws one by one
-_LEAST_SECONDS = 1.0  # in which a request that comes too late can still learn what is wrong with it
+_MOST_CELLS = 4096  # number of blocks that the page draws one by one
+_LEAST_SECONDS = 1.0  # minimum time to read a body, so that a late request gets its error message
 
 
 def make_app(service: Service) -> Gate:
@@ -53,9 +53,9 @@ def make_app(service: Service) -> Gate:
         app.add_api_route(path, _endpoint(answer, bodies[answer]), methods=["POST"], openapi_extra=listed)
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(components)
 
-    def end(record: Record) -> None:
-        route = record.path if record.path in _ROUTES["POST"] else "none"
-        service.metrics.end(record, route)
+    def end(log: RequestLog) -> None:
+        route = log.path if log.path in _ROUTES["POST"] else "none"
+        service.metrics.end(log, route)
 
     return Gate(app, service.config, end)
 
@@ -63,7 +63,7 @@ def make_app(service: Service) -> Gate:
 def _endpoint(
     answer: Callable[..., Awaitable[Response]], kind: type[schemas.Body]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """Return what reads the body of a request, and answers it within the limit of time from its arrival."""
+    """Return an endpoint that reads the body and answers within the time limit from the request's arrival."""
 
     async def endpoint(request: Request) -> Response:
         service = service_of(request)
@@ -84,9 +84,9 @@ def _endpoint(
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     api_error = as_api_error(error, getattr(request.state, "names", None))
-    request.state.record.end = api_error.message
+    request.state.log.end = api_error.message
     if api_error.status == 500:
-        LOG.error("request %s failed", request.state.record.id, exc_info=error)
+        LOG.error("request %s failed", request.state.log.id, exc_info=error)
     return api_error.response()
 
 
@@ -149,7 +149,7 @@ async def load_adapter(body: schemas.AdapterBody, request: Request) -> Response:
     with suppress(OSError, ValueError, RuntimeError):
         path = (folder / body.lora_path).resolve(strict=True)
     if path is None or folder not in path.parents or body.lora_name == config.model_name:
-        raise ApiError(404, "lora_path: no such folder below that of --allow-adapters", "lora_path")
+        raise ApiError(404, "lora_path: no such folder below --allow-adapters", "lora_path")
     try:
         await service_of(request).adapters.load(body.lora_name, path, in_place=body.load_inplace)
     except CheckpointError as error:
@@ -165,14 +165,14 @@ async def unload_adapter(body: schemas.AdapterBody, request: Request) -> Respons
 
 
 async def health(request: Request) -> Response:
-    """Answer at once whether the server lives, however long its step takes."""
+    """Answer at once whether the server is alive, without waiting for a step."""
     if not service_of(request).engine.is_accepting:
         raise EngineStoppedError("the engine was shut down")
     return reply({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """Answer behind the step that runs whether the queue has room."""
+    """Answer, after the current step, whether the queue accepts requests."""
     service = service_of(request)
     status = await service.engine.status()
     if status.waiting >= service.config.max_waiting:
@@ -191,7 +191,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def blocks(request: Request) -> Response:
-    """Answer with the counts of the cache and the queue, a letter for each block, and who holds it."""
+    """Answer with the counts of cache and queue, a letter for each block, and the blocks' holders."""
     engine = service_of(request).engine
     state = {**vars(await engine.status()), "generated_tokens": engine.engine.metrics.generated_tokens}
     manager = engine.engine.executor.kv_manager
@@ -203,13 +203,13 @@ async def blocks(request: Request) -> Response:
 
 
 def _blocks(manager: PagedKvCacheManager, names: Mapping[SeqId, str]) -> tuple[str, list[dict[str, Any]]]:
-    """Return a letter for each of the first blocks: free, cached, own, shared; and the sequences that hold some."""
+    """Return a letter (free, cached, own, shared) for each of the first blocks, and the sequences that hold them."""
     held: Counter[int] = Counter()
     sequences = []
     for handle in manager.handles():
         ids = sorted({block for block in handle.blocks if 0 < block <= _MOST_CELLS})
         held.update(ids)
-        name = names.get(handle.cache_id, str(handle.request_id))
+        name = names.get(handle.cache_id, str(handle.cache_id))
         sequences.append({"request_id": name, "num_tokens": handle.num_tokens, "blocks": ids})
     cached = set(manager.cached_blocks())
     blocks = range(1, min(manager.config.num_blocks, _MOST_CELLS) + 1)

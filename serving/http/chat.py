@@ -1,4 +1,4 @@
-"""/v1/chat/completions, and the conversation that /v1/responses and /v1/messages hold as well."""
+"""/v1/chat/completions, and the conversation logic shared with /v1/responses and /v1/messages."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from paged.serving.text.replay import call_arguments
 from paged.serving.text.token_texts import TokenReader, TokenRow
 
 NO_CHOICE = (None, "none", "auto")
-"""Choices that ask for no tool."""
+"""Values of tool_choice that do not require a call."""
 _OWN_VARIABLES = {"messages", "tools", "longest", "parse_special", "expand", "continue_final_message"}
-_TAIL = 16  # tokens that the marker before reasoning and the line around it take at most
+_TAIL = 16  # upper bound for the tokens of the marker before reasoning and the line around it
 
 
 class Tools(NamedTuple):
     """Tools of a request.
 
     Attributes:
-        functions: as OpenAI has them.
-        choice: whether the answer may call, may not, or has to.
-        name: the function that it has to call; None for any.
-        is_one: whether one call is all.
+        functions: functions in OpenAI's form.
+        choice: whether the answer may, must or must not call a function.
+        name: the function that the answer must call; None for any.
+        is_one: whether the answer ends with its first call.
     """
 
     functions: Sequence[dict[str, Any]] = ()
@@ -44,20 +44,20 @@ class Tools(NamedTuple):
 
 
 class Conversation(Form):
-    """An answer whose text holds reasoning and calls of tools."""
+    """Answer whose text may contain reasoning and tool calls."""
 
     _tools: ToolFormat | None = None
-    _parameters: Mapping[str, Any] | None = None  # of the tools
+    _parameters: Mapping[str, Any] | None = None  # JSON schemas of the tools by name
     _thinks = False  # whether the prompt ends within reasoning
-    _is_one = False  # whether an answer ends with its first call
-    _begun = ""  # text of the last message that it goes on with
+    _is_one = False  # whether the answer ends with its first call
+    _begun = ""  # text of the last message, if the answer continues it
 
     def __init__(self, request: Request, body: Sampling) -> None:
         super().__init__(request, body)
         self._readers: dict[int, AnswerReader] = {}
 
     def read(self, piece: Piece) -> tuple[list[Delta], str | None]:
-        """Return the parts of a piece's text, and the finish reason with the last piece of a choice."""
+        """Return the parts of a piece's text, and the finish reason if it is the last piece of a choice."""
         reader = self._readers.get(piece.choice)
         if reader is None:
             reader = self._readers[piece.choice] = self._reader()
@@ -80,7 +80,7 @@ class Conversation(Form):
 
     @property
     def num_reasoning(self) -> int:
-        """Tokens of reasoning so far, of all choices."""
+        """Number of reasoning tokens so far, over all choices."""
         return sum(reader.num_reasoning for reader in self._readers.values())
 
     def usage(self) -> Event:
@@ -94,7 +94,7 @@ class Conversation(Form):
         tools: Tools,
         variables: Mapping[str, Any] | None = None,
     ) -> Response:
-        """Encode the messages, check the limits, and answer; body: what it says of model, stream and form."""
+        """Encode the messages, check the limits and answer. body: gives model, stream and form of the answer."""
         service, options = self.service, await self.service.options(body, self.request)
         variables = variables or {}
         is_continued = bool(variables.get("continue_final_message"))
@@ -147,7 +147,7 @@ class Conversation(Form):
 
 
 class _FirstCall:
-    """Ends an answer with its first call, see `TextEnd`."""
+    """`TextEnd` that ends an answer with its first call."""
 
     def __init__(self, new_reader: Callable[[], AnswerReader]) -> None:
         self._new_reader, self._reader = new_reader, new_reader()
@@ -161,7 +161,7 @@ class _FirstCall:
 
 
 async def read_again(request: Request) -> Untyped:
-    """Return what a chat template reads of a body, as it reads it."""
+    """Return a field of the body for the chat template, as plain JSON values."""
     data = await request.body()
 
     def read() -> Untyped:
@@ -176,7 +176,7 @@ async def read_again(request: Request) -> Untyped:
 
 
 def as_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as templates read them: arguments of calls as values; text as one, unless there are images."""
+    """Convert messages for templates: parse arguments of calls; join texts unless there are images."""
     functions: list[dict[str, Any]] = []
     texts: list[str] = []
     for message in messages:
@@ -212,23 +212,23 @@ def _template_part(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_of(content: str | Sequence[dict[str, Any]] | None) -> str:
-    """Return a message's text, its parts joined."""
+    """Return a message's text, joining its parts."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content or ())
 
 
 def template_variables(body: ChatBody | TokenizeBody) -> dict[str, Any]:
-    """Check and return what a body has for the chat template."""
+    """Check and return a body's variables for the chat template."""
     if body.continue_final_message and body.add_generation_prompt:
         raise ApiError(400, "continue_final_message: not beside add_generation_prompt", "continue_final_message")
-    own: dict[str, Any] = {"continue_final_message": bool(body.continue_final_message)}
+    prompt_options: dict[str, Any] = {"continue_final_message": bool(body.continue_final_message)}
     if body.add_generation_prompt is not None:
-        own["add_generation_prompt"] = body.add_generation_prompt
+        prompt_options["add_generation_prompt"] = body.add_generation_prompt
     variables = body.chat_template_kwargs or {}
     if taken := sorted(_OWN_VARIABLES & variables.keys()):
         raise ApiError(400, f"chat_template_kwargs: {', '.join(taken)} cannot be set", "chat_template_kwargs")
-    return own | variables
+    return prompt_options | variables
 
 
 async def chat(body: ChatBody, request: Request) -> Response:
@@ -239,7 +239,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
         raise ApiError(400, "max_tokens: not beside max_completion_tokens", "max_tokens")
     if body.max_completion_tokens is not None:
         request.state.names = {**body.names, "max_tokens": "max_completion_tokens"}
-    for name in ("tool_choice", "parallel_tool_calls"):  # as OpenAI has it; an empty list of tools is one
+    for name in ("tool_choice", "parallel_tool_calls"):  # as in OpenAI's API, where [] is allowed
         if getattr(body, name) is not None and body.tools is None:
             raise ApiError(400, f"{name}: only with tools", name)
     if body.tool_choice not in NO_CHOICE and not body.tools:
@@ -326,13 +326,13 @@ class _Chat(Conversation):
             text = texts.text(token, is_first=row.is_first)
             return {"token": text, "logprob": finite(rows[token]), "bytes": list(data)}
 
-        best = sorted(rows, key=lambda token: -rows[token])[: self._num_top]  # all, and the token itself
+        best = sorted(rows, key=lambda token: -rows[token])[: self._num_top]  # rows also has the token itself
         top = [entry(token, texts.bytes(token, is_first=row.is_first)) for token in best]
         return entry(row.token, row.bytes) | {"top_logprobs": top}
 
 
 def as_function(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
-    """Return a tool as OpenAI has functions."""
+    """Return a tool as a function in OpenAI's form."""
     function = {"name": name, "parameters": parameters}
     if description is not None:
         function["description"] = description
@@ -342,9 +342,9 @@ def as_function(name: str, description: str | None, parameters: Any) -> dict[str
 def as_content(
     content: str | Sequence[Struct] | None, url_of: Callable[[Any], str | None]
 ) -> str | list[dict[str, Any]]:
-    """Return the content of a message, or the output of a tool, as a chat has it.
+    """Convert the content of a message, or a tool's output, to the form of chat completions.
 
-    url_of: returns the address of a part that is an image, and None for any other.
+    url_of: returns the URL of an image part, None for any other part.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -359,7 +359,7 @@ def as_content(
 
 
 def listed_tools(functions: Sequence[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return functions as chat templates read them; None for none."""
+    """Return functions in the form of chat templates, or None without functions."""
     return [{"type": "function", "function": function} for function in functions] or None
 
 

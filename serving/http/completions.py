@@ -19,7 +19,7 @@ from paged.serving.text.token_texts import TokenReader, TokenRow
 
 
 async def complete(body: CompletionBody, request: Request) -> Response:
-    """Answer every prompt with n choices; those of a prompt have consecutive indices."""
+    """Answer every prompt with n choices. Choices of a prompt have consecutive indices."""
     service, n = service_of(request), body.n or 1
     if body.best_of not in (None, n):
         raise ApiError(400, f"best_of: {body.best_of}, expected n", "best_of")
@@ -29,7 +29,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     echoed = body.logprobs if body.echo else None
     max_tokens = 16 if body.max_tokens is None else max(1, body.max_tokens)
     params = service.params(body, max_tokens, logprobs=body.logprobs, prompt_logprobs=echoed)
-    service.check_new_tokens(len(prompts), params)  # before they are encoded
+    service.check_new_tokens(len(prompts), params)  # check before encoding
     options = await service.options(body, request)
     ids = [await service.encoded(prompt) for prompt in prompts]
     params = service.check_prompts(ids, params)
@@ -41,7 +41,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
 
 
 def _several(name: str, prompts: str | list[Any]) -> list[str] | list[list[int]]:
-    """Return texts, or lists of token ids, of which a request may have one without a list around it."""
+    """Return a list of texts or of token id lists; a request may have a single one without a list around it."""
     if isinstance(prompts, str):
         return [prompts]
     kinds = set(map(type, prompts))
@@ -53,7 +53,7 @@ def _several(name: str, prompts: str | list[Any]) -> list[str] | list[list[int]]
 
 
 class _Columns(NamedTuple):
-    """Log probabilities in OpenAI's form: an item for each token in each list."""
+    """Log probabilities in OpenAI's form: parallel lists with an item for each token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -70,9 +70,9 @@ class _Columns(NamedTuple):
 
 
 class _Completion(Form):
-    """Choices with their texts; `prompts` as the client gave them.
+    """Form of /v1/completions. prompts: the prompts in the client's form.
 
-    Prompts that are only scored, with `max_tokens: 0`, run as far as the engine's first new token, which is left out.
+    Prompts that are only scored (`max_tokens: 0`) run up to the engine's first new token, which is left out.
     """
 
     prefix, kind = "cmpl", "text_completion"
@@ -118,7 +118,7 @@ class _Completion(Form):
         return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _echo(self, index: int, output: RequestOutput) -> tuple[str, _Columns]:
-        """Return the text of a prompt and the log probabilities of its tokens, the same for all of its choices."""
+        """Return a prompt's text and the log probabilities of its tokens, which are equal for all its choices."""
         if index not in self._echoes:
             prompt, rows = self._prompts[index], output.prompt_logprobs
             if isinstance(prompt, str):
@@ -142,15 +142,15 @@ class _Completion(Form):
         for row in rows:
             columns.tokens.append(texts.text(row.token, is_first=row.is_first))
             columns.text_offset.append(row.offset)
-            if row.logprobs is None:  # of a prompt's first token
+            if row.logprobs is None:  # the first token of a prompt
                 columns.token_logprobs.append(None)
                 columns.top_logprobs.append(None)
                 continue
             columns.token_logprobs.append(finite(row.logprobs[row.token]))
             best: dict[str, float] = {}
-            for token, value in row.logprobs.items():  # the row's own is the first
+            for token, value in row.logprobs.items():  # the row's own token comes first
                 text = texts.text(token, is_first=row.is_first)
-                if text in best:  # as parts of characters, and tokens that are written alike
+                if text in best:  # two tokens with the same text, for example parts of characters
                     text = f"token_id:{token}"
                 best[text] = finite(value)
             columns.top_logprobs.append(msgspec.Raw(dumps(best)))
@@ -158,7 +158,7 @@ class _Completion(Form):
 
 
 async def embed(body: EmbeddingsBody, request: Request) -> Response:
-    """Answer each text with the hidden state of its last token, of length 1."""
+    """Answer each text with its last token's hidden state, normalised to length 1."""
     service = service_of(request)
     if await service.adapter(body.model) is not None:
         raise ApiError(400, "model: embeddings take no adapter", "model")
@@ -167,7 +167,7 @@ async def embed(body: EmbeddingsBody, request: Request) -> Response:
     prompts = [await service.encoded(text) for text in texts]
     if not all(prompts):
         raise ApiError(400, "input: expected at least 1 token each", "input")
-    count = request.state.record.prompt_tokens = sum(map(len, prompts))
+    count = request.state.log.prompt_tokens = sum(map(len, prompts))
     rows = (await service.engine.embed(prompts)).cpu().numpy()
 
     def answer() -> Response:

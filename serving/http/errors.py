@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, which the clients of others' servers read, too."""
+"""Errors in OpenAI's form, which clients of other servers also understand."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paged.tools.printable import one_line
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ARGUMENT = re.compile(r"([a-z][a-z_.0-9]*)(?:\[\d+\])?: ")
-_LONGEST = 1000  # characters of a message
+_LONGEST = 1000  # limit for an error message in characters
 
 
 class ApiError(PagedError):
-    """An answer other than 2xx. param: the argument that is wrong."""
+    """Error answer with a status. param: the wrong argument."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class ApiError(PagedError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's form; "type" beside it is what Anthropic's clients look for."""
+        """Body in OpenAI's form, with a further "type" for Anthropic's clients."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, default)
         message, param = one_line(self.message, _LONGEST), self.param and one_line(self.param, _LONGEST)
@@ -52,7 +52,7 @@ def reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None
 
 
 def dumps(value: Any) -> bytes:
-    """JSON, in ASCII if there are halves of surrogate pairs, which a client may send and which have no UTF-8."""
+    """Return JSON bytes. A lone surrogate, which a client may send, has no UTF-8; then the JSON is ASCII."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -60,10 +60,10 @@ def dumps(value: Any) -> bytes:
 
 
 def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """Return what a client is told of an error; of one without a name of ours no more than that there was one.
+    """Return the error for the client. Errors of unknown types are reported without details.
 
     Args:
-        names: the client's arguments, by those of the engine that are made of them.
+        names: the client's argument by the engine's argument that is derived from it.
     """
     message, names = str(error), names or {}
     if isinstance(error, ApiError):

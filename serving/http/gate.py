@@ -1,4 +1,4 @@
-"""What stands before the routes: allowed hosts, the key, limits on the body, clients that leave, and the log."""
+"""ASGI middleware: allowed hosts, authentication, body limits, disconnects, log."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ LOG = logging.getLogger("paged.serve")
 
 
 @dataclass
-class Record:
-    """What the log says of a request.
+class RequestLog:
+    """Log of a request.
 
-    Times are in seconds; most_tokens: new ones of the longest choice; end: finish reasons, or why there is none.
+    Times are in seconds. most_tokens: new tokens of the longest choice. end: finish reasons, or the reason of a
+    failure.
     """
 
     id: str
@@ -60,28 +61,28 @@ class Record:
 
 
 class Gate:
-    """Runs an app for one request at a time: reads its whole body first, and ends it when the client leaves.
+    """Middleware that reads the whole body first, runs the app, and cancels it when the client disconnects.
 
-    on_end: called with every record.
+    on_end: called with the log of every request.
     """
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, on_end: Callable[[Record], None]) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, on_end: Callable[[RequestLog], None]) -> None:
         self.app, self.config, self._on_end = app, config, on_end
         self._hosts = HostRules(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        record = Record(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
+        log = RequestLog(f"req-{secrets.token_hex(12)}", scope["method"], scope["path"])
         state = scope.setdefault("state", {})
-        connection = state.get("connection")  # None behind other servers than ours
+        connection = state.get("connection")  # None behind other servers
         arrived = time.perf_counter()
-        state |= {"record": record, "began": time.time(), "arrived": arrived}
+        state |= {"log": log, "began": time.time(), "arrived": arrived}
 
         async def send_on(message: Message) -> None:
             if message["type"] == "http.response.start":
-                record.status = message["status"]
-                more = [(b"x-request-id", record.id.encode()), (b"x-content-type-options", b"nosniff")]
+                log.status = message["status"]
+                more = [(b"x-request-id", log.id.encode()), (b"x-content-type-options", b"nosniff")]
                 message["headers"] = [*message.get("headers", ()), *more]
             await send(message)
 
@@ -91,40 +92,40 @@ class Gate:
                 self._check_key(scope)
                 body = await self._body(scope, receive)
             except ApiError as error:
-                record.end = error.message
-                error.headers["connection"] = "close"  # there may be more of the body to come
+                log.end = error.message
+                error.headers["connection"] = "close"  # because unread parts of the body may follow
                 await error.response()(scope, receive, send_on)
             else:
                 await self._run(scope, body, receive, send_on)
-            if connection is not None:  # an answer is done when the client has taken it
+            if connection is not None:  # the answer is complete only when the client has received it
                 await connection.flow.drain()
                 if connection.is_slow:
                     raise ConnectionError
         except ConnectionError:
-            record.end = record.end or "left"
+            log.end = log.end or "left"
             if connection is not None and connection.is_slow:
-                record.end = "slow"
+                log.end = "slow"
         except asyncio.CancelledError:
-            record.end = "shutdown"
+            log.end = "shutdown"
             if connection is not None:
                 connection.transport.abort()
         except Exception:
-            if not record.end:  # else it was logged where it was answered
-                record.end = "error"
-                LOG.exception("request %s failed", record.id)
+            if not log.end:  # otherwise the route has set it
+                log.end = "error"
+                LOG.exception("request %s failed", log.id)
         finally:
-            record.seconds = time.perf_counter() - arrived
-            self._on_end(record)
-            LOG.info("%s", record.line(self.config.log_format))
+            log.seconds = time.perf_counter() - arrived
+            self._on_end(log)
+            LOG.info("%s", log.line(self.config.log_format))
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the app for a whole body; raise ConnectionError if the client leaves first."""
+        """Run the app with the whole body; raise ConnectionError if the client disconnects first."""
         messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_body() -> Message:
             if messages:
                 return messages.pop()
-            # Nothing comes after the body: the end of the client ends the app.
+            # Nothing follows the body; a disconnect cancels the app.
             nothing: Message = await asyncio.get_running_loop().create_future()
             return nothing
 
@@ -142,7 +143,7 @@ class Gate:
         run.result()
 
     def _check_key(self, scope: Scope) -> None:
-        """Take the key as OpenAI's clients send it, as Anthropic's do, or as the password that a browser asks for."""
+        """Check the key: a bearer token (OpenAI), x-api-key (Anthropic), or a browser's Basic password."""
         if self.config.api_key is None or scope["path"] == "/health":
             return
         headers = Headers(scope=scope)
@@ -153,7 +154,7 @@ class Gate:
             except binascii.Error:
                 key = ""
         key = headers.get("x-api-key", key)
-        # Bytes of latin-1, as headers are.
+        # Compare latin-1 bytes, the encoding of headers.
         if not hmac.compare_digest(key.encode("latin-1", "replace"), self.config.api_key.encode()):
             error = ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
             error.headers["www-authenticate"] = 'Basic realm="paged", Bearer'

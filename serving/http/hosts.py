@@ -1,4 +1,4 @@
-"""The names that Host and Origin may have, so that pages of other sites neither read nor post."""
+"""Allowed values of Host and Origin, so that web pages of other sites cannot use the server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]]+)(:\d{0,5})?", re.IGNORECAS
 
 
 class HostRules:
-    """Refuses requests of other sites' pages.
+    """Refuses requests of web pages of other sites.
 
-    A page can let its own name resolve to this machine (DNS rebinding). Its requests then name that site as their Host,
-    and those of other pages name theirs as Origin. Both are checked if the server listens on the loopback, where no
-    other name leads, or if hosts are named.
+    A page can make its own name resolve to this machine (DNS rebinding). Its requests then have that name as Host;
+    requests of all other pages have their site as Origin. Both headers are checked if the server listens on the
+    loopback, where no public name leads, or if `allowed_hosts` is given.
 
     Raises:
-        InvalidInputError: `allowed_hosts` has another form.
+        InvalidInputError: `allowed_hosts` is malformed.
     """
 
     def __init__(self, config: ServeConfig) -> None:
@@ -39,7 +39,7 @@ class HostRules:
                 self._allowed.add(_plain(match[1]) + (match[2] or ""))
 
     def check(self, scope: Scope) -> None:
-        """Raise ApiError with 421 for another Host, 403 for another Origin; a request may lack both."""
+        """Raise ApiError with 421 for a foreign Host, 403 for a foreign Origin. Missing headers are allowed."""
         if not self.is_checked:
             return
         address = scope["server"][0] if scope.get("server") else ""
@@ -51,7 +51,7 @@ class HostRules:
                 raise ApiError(403, f"Origin: {text!r} is not allowed, see --allowed-hosts", code="origin_not_allowed")
 
     def _is_allowed(self, host: str, address: str) -> bool:
-        """Return whether a host, with or without a port, is allowed; address: where the connection has come in."""
+        """Return whether a host, with or without port, is allowed. address: local address of the connection."""
         match = _HOST.fullmatch(host)
         if match is None:
             return False
@@ -61,7 +61,7 @@ class HostRules:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """Return the address that a text is, None if it is a name."""
+    """Parse an IP address; return None for a name."""
     try:
         address = ip_address(host.strip("[]"))
     except ValueError:
@@ -72,7 +72,7 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _plain(host: str) -> str:
-    """Return a name or an address in one form: without case, brackets and the dot at the end."""
+    """Normalise a name or address: lower case, without brackets and final dot."""
     address = _address(host)
     return host.lower().removesuffix(".") if address is None else str(address)
 

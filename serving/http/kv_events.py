@@ -1,7 +1,8 @@
-"""KV cache events over ZeroMQ in vLLM's schema (`vllm.distributed.kv_events` of 0.33), as prefix-aware routers read it.
+"""KV cache events over ZeroMQ for prefix-aware routers, in the schema of `vllm.distributed.kv_events` (vLLM 0.33).
 
-A message is (topic, sequence number, batch): 8 bytes big-endian, and a msgpack array of a time and the events. A
-request to the replay socket holds the first number wanted; an empty batch with number -1 ends the replay.
+A message is (topic, sequence number, batch). The number has 8 bytes, big-endian; the batch is a msgpack array of a time
+and the events. A request to the replay socket contains the first number to send. An empty batch with number -1 ends the
+replay.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored
 from paged.errors import InvalidInputError
 
 _END = (-1).to_bytes(8, "big", signed=True)
-_POLL_S = 0.05  # for a request to the replay socket
+_POLL_S = 0.05  # interval of checks of the replay socket
 
 
 class KvEventPublisher:
-    """Publishes the events of a cache from a thread of its own; what changes while it sends goes into one batch.
+    """Publishes the events of a cache from a thread. Events that arrive while it sends form one batch.
 
-    Hashes are the cache's own; a router hashes the token ids itself. Subscribers that are slower than `max_messages`
-    behind miss some, see it by the numbers, and ask the replay socket.
+    Hashes are the cache's own; a router hashes the token ids itself. A subscriber more than `max_messages` behind loses
+    messages, detects this by the numbers, and asks the replay socket.
 
     Args:
-        manager: the cache, before its first request: blocks that it holds already are not published.
+        manager: the cache, before its first request, because blocks that it already holds are not published.
         endpoint: address to bind, such as "tcp://127.0.0.1:5557".
         replay_endpoint: address of the replay socket, or None.
-        max_messages: batches to keep for a replay and for each slow subscriber.
+        max_messages: number of batches to keep for replays and for each slow subscriber.
 
     Raises:
         InvalidInputError: an address cannot be bound.
@@ -57,7 +58,7 @@ class KvEventPublisher:
         context: Any = zmq.Context.instance()
         self._pub, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self._pub.set_hwm(max_messages)
-        self._replay.setsockopt(zmq.SNDHWM, 2 * (max_messages + 1))  # a whole replay and its end
+        self._replay.setsockopt(zmq.SNDHWM, 2 * (max_messages + 1))  # room for a whole replay and its end
         try:
             self._pub.bind(endpoint)
             if replay_endpoint is not None:
@@ -69,7 +70,7 @@ class KvEventPublisher:
         manager.subscribe(self._events.put, with_host=True)
 
     def close(self) -> None:
-        """Send what there is and close the sockets."""
+        """Send queued events and close the sockets."""
         self._events.put(None)
         self._thread.join()
 
@@ -96,7 +97,7 @@ class KvEventPublisher:
     def _answer(self) -> None:
         client, *_, first = self._replay.recv_multipart()
         for number, batch in self._sent:
-            if number >= first:  # of one length, so they compare as numbers
+            if number >= first:  # bytes of equal length compare like numbers
                 self._replay.send_multipart((client, b"", self._topic, number, batch))
         self._replay.send_multipart((client, b"", b"", _END, b""))
 
@@ -108,7 +109,7 @@ class KvEventPublisher:
                 "type": "BlockStored",
                 "block_hashes": [event.hash],
                 "parent_block_hash": None,
-                "token_ids": [],  # as vLLM's offloading connector has it: the device's event told them
+                "token_ids": [],  # empty, as in vLLM's offloading connector: the device's event contained them
                 "block_size": self._block_size,
                 "lora_id": None,
                 "medium": "CPU",
@@ -120,7 +121,7 @@ class KvEventPublisher:
             self._stored.clear()
             return {"type": "AllBlocksCleared"}
         parent = None
-        if event.parent_hash in self._stored:  # else it stands for the namespace
+        if event.parent_hash in self._stored:  # otherwise the parent hash stands for the namespace
             parent = event.parent_hash
         self._stored.update(event.hashes)
         adapter, salt = event.namespace, None
@@ -129,7 +130,7 @@ class KvEventPublisher:
         extra_keys: list[tuple[Any, ...] | None] = []
         for index in range(len(event.hashes)):
             block_keys = [adapter] if adapter else []
-            if salt and parent is None and index == 0:  # the first block of a sequence
+            if salt and parent is None and index == 0:  # only the first block of a sequence carries the salt
                 block_keys.append(salt)
             extra_keys.append(tuple(block_keys) or None)
         return {

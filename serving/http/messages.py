@@ -1,4 +1,4 @@
-"""/v1/messages, in Anthropic's form: text, reasoning and calls of tools as blocks, whole or as events."""
+"""/v1/messages in Anthropic's form: text, reasoning and tool calls as blocks, whole or as events."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ _CHOICES: dict[str, Literal["auto", "none", "required"]] = {
     "tool": "required",
 }
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-# By kind of a delta: the type and the field of its events; type and fields of the block that it begins.
+# Type and field of the events of each kind of delta.
 _PIECES = {
     "content": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
     "arguments": ("input_json_delta", "partial_json"),
 }
+# Block that the first delta of each kind begins.
 _BLOCKS = {
     "content": {"type": "text", "text": ""},
     "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
@@ -69,7 +70,7 @@ async def answer_messages(body: MessagesBody, request: Request) -> Response:
 
 
 async def count_tokens(body: CountTokensBody, request: Request) -> Response:
-    """Answer with the number of tokens of the prompt that a conversation makes."""
+    """Answer with the number of prompt tokens of a conversation."""
     service = service_of(request)
     await service.adapter(body.model)
     messages, tools = _prompt_of(body)
@@ -82,7 +83,7 @@ async def count_tokens(body: CountTokensBody, request: Request) -> Response:
 
 
 def _prompt_of(body: MessagesPrompt) -> tuple[list[dict[str, Any]], Tools]:
-    """Return messages as templates read them, and the tools."""
+    """Return the messages in the form of templates, and the tools."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": as_content(body.system, _image_url)})
@@ -91,7 +92,7 @@ def _prompt_of(body: MessagesPrompt) -> tuple[list[dict[str, Any]], Tools]:
     functions = [as_function(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
     messages = as_template(messages)
     if len(messages) > 1 and messages[-1] == {"role": "assistant", "content": ""}:
-        messages.pop()  # the answer begins there
+        messages.pop()  # an empty last message: the answer begins there
     return messages, _chosen(functions, body.tool_choice)
 
 
@@ -107,7 +108,7 @@ def _chosen(functions: list[dict[str, Any]], choice: MessagesChoice | None) -> T
 
 
 def _variables(body: MessagesPrompt, messages: list[dict[str, Any]], wishes: TemplateWishes) -> dict[str, Any]:
-    """Return what a request has for the chat template beside messages and tools."""
+    """Return a request's variables for the chat template, besides messages and tools."""
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables |= wishes.thinking(body.thinking.is_on, body.thinking.budget, "thinking")
@@ -121,10 +122,10 @@ def _variables(body: MessagesPrompt, messages: list[dict[str, Any]], wishes: Tem
 
 
 def _is_continued(messages: list[dict[str, Any]]) -> bool:
-    """Return whether the answer goes on with the last message, which is the assistant's.
+    """Return whether the answer continues the last message, because it is the assistant's.
 
     Raises:
-        ApiError: it ends with white space, or has no text.
+        ApiError: the last message ends with white space or has no text.
     """
     if messages[-1]["role"] != "assistant":
         return False
@@ -137,10 +138,10 @@ def _is_continued(messages: list[dict[str, Any]]) -> bool:
 
 
 def _as_chat(message: MessagesMessage) -> list[dict[str, Any]]:
-    """Return a message as a chat has it: results of tools are messages of their own."""
+    """Convert a message to chat completions, where each tool result is a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    messages: list[dict[str, Any]] = []  # results of tools, then what remains of the message
+    messages: list[dict[str, Any]] = []  # tool results first, then the rest of the message
     calls: list[dict[str, Any]] = []
     shown: list[Text | ImageBlock] = []
     thoughts: list[str] = []
@@ -166,7 +167,7 @@ def _as_chat(message: MessagesMessage) -> list[dict[str, Any]]:
 
 
 def _image_url(block: Text | ImageBlock) -> str | None:
-    """Return the address of a block that is an image, None for any other."""
+    """Return the URL of an image block, None for any other block."""
     if isinstance(block, ImageBlock):
         return block.source.url
     return None
@@ -179,12 +180,12 @@ class _Message(Conversation):
         super().__init__(request, body)
         self._params = params
         self._omits_thinking = getattr(body.thinking, "display", None) == "omitted"
-        self._index, self._kind = -1, ""  # of the block that is open
+        self._index, self._kind = -1, ""  # index and kind of the open block
         self._ended: Event = {}
 
     def events(self, piece: Piece) -> Iterator[Event]:
         if not self._readers:
-            self.record.cached_tokens = piece.output.num_cached_tokens
+            self.log.cached_tokens = piece.output.num_cached_tokens
             yield {"type": "message_start", "message": self._message([])}
         for delta in self._read(piece):
             if delta.kind == "call" or delta.kind not in (self._kind, "arguments"):
@@ -210,7 +211,7 @@ class _Message(Conversation):
             if not blocks or field not in blocks[-1]:
                 block = _block(delta)
                 if delta.kind == "call":
-                    block["input"] = ""  # of text, until all of it has come
+                    block["input"] = ""  # a text, parsed when it is complete
                 blocks.append(block)
             if field:
                 blocks[-1][field] += delta.text
@@ -239,18 +240,18 @@ class _Message(Conversation):
         return {"id": self.id, **fields, "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
 
     def _usage(self) -> Event:
-        cached = self.record.cached_tokens
+        cached = self.log.cached_tokens
         return {
-            "input_tokens": self.record.prompt_tokens - cached,
+            "input_tokens": self.log.prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self.record.new_tokens,
+            "output_tokens": self.log.new_tokens,
             "output_tokens_details": {"thinking_tokens": self.num_reasoning},
         }
 
 
 def _block(delta: Delta) -> Event:
-    """Return the empty block that a delta begins."""
+    """Return the empty block that starts with a delta."""
     if delta.kind == "call":
         return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": delta.text, "input": {}}
     return dict(_BLOCKS[delta.kind])

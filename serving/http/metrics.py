@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, so that its dashboards show this server, too."""
+"""Metrics under vLLM's names, so that vLLM's dashboards also show this server."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from paged.executors.engine.async_engine import AsyncEngine
 from paged.executors.engine.metrics import TOKEN_BOUNDS, EngineStatus, Histogram
-from paged.serving.http.gate import Record
+from paged.serving.http.gate import RequestLog
 
-# Of `end`, in its order.
+# Names of the times that `end` records, in the same order.
 _TIMES = (
     "e2e_request_latency request_queue_time request_inference_time request_prefill_time request_decode_time".split()
 )
-# By level.
+# Name of each sleep level, from 0.
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _COUNTS = "request_prompt_tokens request_generation_tokens request_max_num_generation_tokens".split()
 
 
 class ServerMetrics:
-    """Counts requests as they end; all else is the engine's.
+    """Counts requests when they end; all other metrics come from the engine.
 
     Attributes:
-        between_tokens: seconds between two steps that gave tokens to the same prompt.
+        between_tokens: seconds between two steps that gave tokens to the same prompt's choices.
     """
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
@@ -38,28 +38,28 @@ class ServerMetrics:
         for name in _COUNTS:
             self._requests[name] = Histogram(TOKEN_BOUNDS)
         self._prompt_tokens: Counter[str] = Counter()  # by source
-        self._answers: Counter[tuple[str, str]] = Counter()  # by route and class of the status
+        self._answers: Counter[tuple[str, str]] = Counter()  # by route and status class
         self._answer_times: defaultdict[str, Histogram] = defaultdict(Histogram)  # by route
 
-    def end(self, record: Record, route: str) -> None:
-        """Count a request that has ended; route: its path if there is such a route, of which there are few."""
-        if record.method == "POST" and record.status:
-            self._answers[route, f"{record.status // 100}xx"] += 1
-            self._answer_times[route].observe(record.seconds)
-        if record.queued_s is None:
+    def end(self, log: RequestLog, route: str) -> None:
+        """Count a request that has ended. route: its path if it is a known route."""
+        if log.method == "POST" and log.status:
+            self._answers[route, f"{log.status // 100}xx"] += 1
+            self._answer_times[route].observe(log.seconds)
+        if log.queued_s is None:
             return
-        self._prompt_tokens["local_compute"] += record.prompt_tokens - record.cached_tokens
-        self._prompt_tokens["local_cache_hit"] += record.cached_tokens - record.loaded_tokens
-        self._prompt_tokens["external_kv_transfer"] += record.loaded_tokens
-        total, queued = record.seconds, record.queued_s
-        first = total if record.first_token_s is None else record.first_token_s
+        self._prompt_tokens["local_compute"] += log.prompt_tokens - log.cached_tokens
+        self._prompt_tokens["local_cache_hit"] += log.cached_tokens - log.loaded_tokens
+        self._prompt_tokens["external_kv_transfer"] += log.loaded_tokens
+        total, queued = log.seconds, log.queued_s
+        first = total if log.first_token_s is None else log.first_token_s
         times = total, queued, total - queued, first - queued, total - first
-        values = *times, record.prompt_tokens, record.new_tokens, record.most_tokens
+        values = *times, log.prompt_tokens, log.new_tokens, log.most_tokens
         for histogram, value in zip(self._requests.values(), values, strict=True):
             histogram.observe(value)
 
     async def text(self) -> str:
-        """Return a page for Prometheus."""
+        """Return all metrics in Prometheus' text format."""
         status = await self._engine.status()
         page: bytes = generate_latest(SimpleNamespace(collect=lambda: self._families(status)))  # type: ignore[arg-type]
         return page.decode()
@@ -109,7 +109,7 @@ class ServerMetrics:
             distribution = HistogramMetricFamily(f"vllm:{name}", name, labels=labels)
             distribution.add_metric(label_values, histogram.buckets(), histogram.total)
             yield distribution
-        # The names of prometheus-fastapi-instrumentator, which vLLM's boards ask for.
+        # The names of prometheus-fastapi-instrumentator, which vLLM's dashboards use.
         answers = CounterMetricFamily("http_requests", "answers", labels=["handler", "status", "method"])
         for (route, status_class), total in self._answers.items():
             answers.add_metric([route, status_class, "POST"], total)
@@ -122,7 +122,7 @@ class ServerMetrics:
     def _by(
         self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, label: str, values: Mapping[str, float]
     ) -> Metric:
-        """Return values by what one more label says."""
+        """Return a metric family of values by one more label."""
         family = kind(f"vllm:{name}", name, labels=[*self._labels, label])
         for label_value, value in values.items():
             family.add_metric([*self._labels.values(), label_value], value)

@@ -1,4 +1,4 @@
-"""uvicorn's server with limits that it lacks: on connections, headers, idle time and unread answers."""
+"""uvicorn's server with further limits: connections, headers, idle time, unread answers."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from paged.serving.http.config import ServeConfig
 
 _MAX_HEADER_BYTES = 64 << 10
-_EXIT_SECONDS = 0.25  # from the end of the drain to the end of the process, which takes 0.3 s more on a busy machine
-_MAX_PIPELINED = 100  # requests of a connection that wait for the one that runs
+_EXIT_SECONDS = 0.25  # time from the end of the drain to the forced exit
+_MAX_PIPELINED = 100  # waiting requests of a connection
 
 
 class _Protocol(HttpToolsProtocol):
-    """A connection with limits: on idle time, on headers, and on the time that the client takes to read.
+    """A connection with limits on idle time, headers, and the time that the client takes to read.
 
-    It is idle unless the headers of a request have arrived that is not answered yet, whatever bytes have come.
+    It is idle unless it has an unanswered request whose headers are complete.
     """
 
     limits: ServeConfig
-    idle_since = 0.0  # by the clock of the event loop
-    is_slow = False  # aborted, as the client did not read
-    _is_begun = False  # the first line of a request has begun, its headers are not complete
-    _num_unused_bytes = 0  # received since the last beginning of a request or part of a body
-    _running: RequestResponseCycle | None = None  # the last that has begun to run
+    idle_since = 0.0  # in the event loop's time
+    is_slow = False  # aborted because the client did not read
+    _is_begun = False  # a request has begun, but its headers are incomplete
+    _num_unused_bytes = 0  # received since the last start of a request or part of a body
+    _running: RequestResponseCycle | None = None  # the request that started last
     _idle_timer: asyncio.TimerHandle | None = None
     _read_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is read, run or written for a request."""
+        """Whether no request is being read, run or answered."""
         return self._idle_timer is not None and not self.flow.write_paused
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        transport.set_write_buffer_limits(0)  # so that writing is paused until the client has taken every byte
+        transport.set_write_buffer_limits(0)  # pauses writing while any byte waits for the socket
         super().connection_made(transport)
         self._become_idle()
         if len(self.connections) > self.limits.max_connections:
             idle: list[Any] = [connection for connection in self.connections if connection.is_idle]  # type: ignore[union-attr]
-            longest_idle = min(idle, key=attrgetter("idle_since"))  # itself if all others have requests
+            longest_idle = min(idle, key=attrgetter("idle_since"))  # this connection if all others have requests
             self.connections.discard(longest_idle)
             longest_idle.transport.close()
 
@@ -55,7 +55,7 @@ class _Protocol(HttpToolsProtocol):
         self._stop_idling()
         self.resume_writing()
         running = self._running
-        if running is not None and not running.response_complete:  # uvicorn tells only the last of a pipeline
+        if running is not None and not running.response_complete:  # uvicorn notifies only the last request
             running.disconnected = True
             running.message_event.set()
         super().connection_lost(exc)
@@ -79,7 +79,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= _MAX_PIPELINED:
-            raise ValueError  # the parser makes it an answer with 400
+            raise ValueError  # the parser then answers with 400
         self._is_begun = False
         self._stop_idling()
         super().on_headers_complete()
@@ -125,7 +125,7 @@ class _Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Serves an app; SIGTERM or SIGINT drains for `drain_seconds`, a second one ends at once, both with exit code 0.
+    """Serves an app. SIGTERM or SIGINT drains for `drain_seconds`; a second signal exits at once. The exit code is 0.
 
     The process ends soon after, even if its threads do not.
     """
@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
         )
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal; what is there by now is left out of garbage collections, of which one takes 0.1 s."""
+        """Serve until a signal. Freezes existing objects, because a garbage collection of them takes 0.1 s."""
         gc.collect()
         gc.freeze()
         try:
@@ -159,9 +159,10 @@ class Server(uvicorn.Server):
         finally:
             gc.unfreeze()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:  # noted nowhere, so `serve` does not raise it again
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        # Do not record the signal, so that `serve` does not raise it again.
         drain_seconds = 0.0 if self.should_exit else self._drain_seconds
-        # Python waits for threads and the engine for its step, and either may never end.
+        # A timer ends the process, because Python waits for threads and the engine for its step, which may never end.
         timer = threading.Timer(drain_seconds + _EXIT_SECONDS, os._exit, [0])
         timer.daemon = True
         timer.start()
@@ -173,6 +174,6 @@ class Server(uvicorn.Server):
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run on uvloop where it is installed: its sockets keep Python's lock, for which others queue behind the engine."""
+    """Run on uvloop if installed. Its sockets keep Python's lock, so they do not queue for it behind the engine."""
     with asyncio.Runner(loop_factory=uvicorn.Config("").get_loop_factory()) as runner:
         runner.run(main)

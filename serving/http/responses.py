@@ -1,4 +1,4 @@
-"""/v1/responses: text, reasoning and calls of functions as items, whole or as events."""
+"""/v1/responses: text, reasoning and function calls as items, whole or as events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paged.serving.http.errors import ApiError
 from paged.serving.http.schemas import Image, InputImage, ResponsesBody, ResponsesChoice, ResponsesItem
 from paged.serving.http.service import Piece, service_of
 
-# By kind of a delta: the type of its item, of the events for its text, and of a part that the text is in.
+# By kind of delta: type of its item, of the events for its text, and of the part with the text.
 _TYPES = {
     "content": ("message", "output_text", "output_text"),
     "reasoning": ("reasoning", "reasoning_text", "reasoning_text"),
@@ -27,7 +27,7 @@ _TYPES = {
 
 
 async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
-    """Answer an input. Nothing is stored, so there is no previous_response_id."""
+    """Answer an input. Answers are not stored, so previous_response_id is not supported."""
     service = service_of(request)
     params = service.params(body, body.max_output_tokens)
     if body.tool_choice not in NO_CHOICE and not body.tools:
@@ -52,13 +52,13 @@ async def respond_to_input(body: ResponsesBody, request: Request) -> Response:
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    """Return the input as templates read it: calls and reasoning belong to the message of the assistant."""
+    """Convert the input for templates; calls and reasoning become part of the assistant's message."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    turn: dict[str, Any] | None = None  # the message of the assistant that goes on
+    turn: dict[str, Any] | None = None  # the assistant's message that collects items
     for index, item in enumerate(body.input):
         if item.type == "function_call_output":
             messages.append(
@@ -91,7 +91,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 
 
 def _reasoning(item: ResponsesItem) -> str:
-    """Return the text of reasoning; that of another server's `encrypted_content` cannot be read."""
+    """Return the text of a reasoning item; `encrypted_content` of other servers cannot be read."""
     if item.encrypted_content is not None and not item.content:
         with suppress(ValueError):
             return base64.b64decode(item.encrypted_content, validate=True).decode()
@@ -101,7 +101,7 @@ def _reasoning(item: ResponsesItem) -> str:
 
 
 def _image_url(part: Struct) -> str | None:
-    """Return the address of a part that is an image, None for any other."""
+    """Return the URL of an image part, None for any other part."""
     if isinstance(part, Image):
         return part.image_url.url
     if isinstance(part, InputImage):
@@ -110,7 +110,7 @@ def _image_url(part: Struct) -> str | None:
 
 
 class _Response(Conversation):
-    """Every event has its number; all but those of the whole response name their item."""
+    """Form of /v1/responses. Every event has a number; events about one item name the item."""
 
     prefix, kind, is_named = "resp", "response", True
 
@@ -125,7 +125,7 @@ class _Response(Conversation):
         self._is_parallel = bool(body.tools) and body.parallel_tool_calls is not False
         self._status, self._number = "in_progress", 0
         self._items: list[Event] = []
-        self._kind, self._text = "", ""  # of the last item, whose text is not in it before it is done
+        self._kind, self._text = "", ""  # the last item; its text is added when it is done
 
     def events(self, piece: Piece) -> Iterator[Event]:
         if not self._number:
@@ -185,7 +185,7 @@ class _Response(Conversation):
             done: Event = {"arguments": self._text, "name": item["name"]}
         else:
             item["content"] = [self._part()]
-            if kind == "reasoning" and self._is_encrypted:  # so that a client that drops the content can return it
+            if kind == "reasoning" and self._is_encrypted:  # lets a client that drops the content send it back
                 item["encrypted_content"] = base64.b64encode(self._text.encode()).decode()
             done = {"text": self._text}
             if kind == "content":
@@ -231,12 +231,12 @@ class _Response(Conversation):
         response["output"] = list(self._items)
         if self._status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        record = self.record
+        log = self.log
         response["usage"] = {
-            "input_tokens": record.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": record.cached_tokens},
-            "output_tokens": record.new_tokens,
+            "input_tokens": log.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": log.cached_tokens},
+            "output_tokens": log.new_tokens,
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
-            "total_tokens": record.prompt_tokens + record.new_tokens,
+            "total_tokens": log.prompt_tokens + log.new_tokens,
         }
         return response

@@ -1,7 +1,7 @@
-"""Bodies of requests, as the server reads them and lists them in /openapi.json.
+"""Request bodies, as the server reads them and lists them in /openapi.json.
 
-A body is read in one pass that stops at the first error. Before it, the values in the body are counted, so that no body
-takes longer to read than one that means something.
+A body is read in one pass that stops at the first error. The values in the body are counted before, so that a malicious
+body takes no longer to read than a useful one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from msgspec import Meta, Struct
 from paged.serving.grammar.structured import Kind
 from paged.serving.http.errors import ApiError
 
-_MAX_LISTS = 1 << 15  # lists and objects of a body; 2^20 of them take 2 s, most of it in Python's garbage collector
+_MAX_LISTS = 1 << 15  # lists and objects of a body; a million would take 2 s in Python's garbage collector
 _MAX_KEYS = 1 << 17
-_MAX_DIGITS = 400  # of a number; the largest float has 309, and time grows with the square
+_MAX_DIGITS = 400  # digits of a number, which takes quadratic time to read
 _AS_ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LONGEST_MESSAGE = 2000
 _LONGEST_VALUE = 200
@@ -31,7 +31,7 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 _UNUSED = re.compile(r"^unused field `(\w+)`: ")
 
-# Values that ask for nothing: OpenAI's prompt_cache_options, Anthropic's context_management.
+# Values of OpenAI's prompt_cache_options and Anthropic's context_management that have no effect.
 _IMPLICIT_CACHE: tuple[Any, ...] = ({}, {"mode": "implicit"})
 _NO_EDITS: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 
@@ -41,14 +41,14 @@ Prompts = str | list[str | Token | Tokens]
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 FunctionName = Annotated[str, Meta(pattern=r"^[\w.:/-]+$(?!\n)", max_length=256)]
-# The client's arguments, by those of the engine that are made of them.
+# For error messages: the client's argument by the name of the engine's argument that is derived from it.
 _OF_PROMPT = {"prompt_token_ids": "prompt", "text": "prompt", "prompt_logprobs": "echo", "lora_adapter": "model"}
 _OF_MESSAGES = _OF_PROMPT | dict.fromkeys(("prompt", "prompt_token_ids", "text", "images", "image"), "messages")
 _OF_INPUT = _OF_PROMPT | dict.fromkeys(("prompt", "prompts", "prompt_token_ids", "text", "messages"), "input")
 
 
 class Grammar(NamedTuple):
-    """The form that an answer must have, and the argument that asks for it."""
+    """Required form of an answer. param: the argument that requests it."""
 
     param: str
     kind: Kind
@@ -56,9 +56,9 @@ class Grammar(NamedTuple):
 
 
 def only(*values: Any) -> Meta:
-    """Mark a field that the server does not act on: its value may be null or one of `values`, which ask for nothing.
+    """Mark a field without effect: its value must be null or one of `values`, which request nothing.
 
-    Clients write such values out. Any other is an error that names the field, as it would be without effect.
+    Some clients send such values. Any other value is an error that names the field, because it would be ignored.
     """
     return Meta(extra_json_schema={"enum": [None, *values]})
 
@@ -68,7 +68,7 @@ Null = Annotated[Any, only()]
 
 @lru_cache(maxsize=64)
 def _unused_fields(kind: type[Struct]) -> dict[str, list[Any]]:
-    """Return the fields of a struct that `only` marks, with the values that each may have."""
+    """Return the allowed values of each field of a struct that `only` marks."""
     fields: dict[str, list[Any]] = {}
     for name, hint in get_type_hints(kind, include_extras=True).items():
         for mark in getattr(hint, "__metadata__", ()):
@@ -78,18 +78,18 @@ def _unused_fields(kind: type[Struct]) -> dict[str, list[Any]]:
 
 
 class Body(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Unknown arguments are errors: one that is misspelt would otherwise be silently without effect.
+    """Base of request bodies. Unknown arguments are errors, because a misspelt one would be silently ignored.
 
     Attributes:
-        max_values: most JSON values of such a body.
-        names: the client's arguments that have another name in the engine, by that name.
+        max_values: maximum number of JSON values in the body.
+        names: the client's argument by the engine's name, if the names differ.
     """
 
     max_values: ClassVar[int] = 1 << 20
     names: ClassVar[Mapping[str, str]] = _OF_PROMPT
 
     def __post_init__(self) -> None:
-        """Check that fields without effect ask for nothing; msgspec adds the place of this struct to the error."""
+        """Check the fields without effect; msgspec adds the path of this struct to the error."""
         for name, values in _unused_fields(type(self)).items():
             value = getattr(self, name)
             if value not in values:
@@ -101,7 +101,7 @@ B = TypeVar("B", bound=Body)
 
 
 class Text(Struct, tag="text"):
-    """Part of a message's content."""
+    """Text part of a message's content."""
 
     text: str
 
@@ -136,7 +136,7 @@ class ToolCall(Struct):
 
 
 class Message(Struct, kw_only=True):
-    """Other entries go to the chat template."""
+    """Message of a conversation. Other entries are passed to the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Text | InputText | OutputText | Image] | None = None
@@ -153,7 +153,7 @@ class ResponseFormat(Struct):
 
 
 class Sampling(Body):
-    """Arguments that all text endpoints share, with the meaning of `SamplingParams`; the second part has no effect."""
+    """Arguments of all text endpoints, as in `SamplingParams`. The fields of the second part have no effect."""
 
     model: str | None = None
     temperature: float | None = None
@@ -169,7 +169,7 @@ class Sampling(Body):
     prompt_cache_key: str | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the form that the answer must have, or None."""
+        """Return the required form of the answer, or None."""
         return None
 
 
@@ -180,7 +180,7 @@ class StreamOptions(Body):
 
 
 class OpenAiSampling(Sampling):
-    """structured_outputs: vLLM's, one of json, regex, choice, grammar and structural_tag."""
+    """OpenAI's sampling arguments. structured_outputs: vLLM's: json, regex, choice, grammar or structural_tag."""
 
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -232,7 +232,7 @@ class EmbeddingsBody(Body, kw_only=True):
 
 
 class ConversationBody(Sampling):
-    """What a chat template reads of a body is copied several times, so there may be less of it."""
+    """Body with a conversation. Its limit is lower, because parts for the chat template are copied several times."""
 
     max_values = 1 << 17
     names = _OF_MESSAGES
@@ -276,7 +276,7 @@ class InputImage(Struct, tag="input_image"):
 
 
 class ResponsesItem(Struct, kw_only=True):
-    """A message, a call of a function, its result, or reasoning; each reads its own entries."""
+    """A message, function call, function result or reasoning item; each type uses its own entries."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant", "tool"] | None = None
@@ -310,7 +310,7 @@ class ResponsesText(Body):
 
 
 class ResponsesReasoning(Body):
-    """What an answer holds of reasoning is its text, not a summary."""
+    """Reasoning options. Answers contain the text of reasoning, not a summary."""
 
     effort: Effort | None = None
     context: Annotated[Any, only("auto")] = None
@@ -320,9 +320,10 @@ class ResponsesReasoning(Body):
 
 
 class ResponsesBody(ConversationBody, kw_only=True):
-    """text.format: as a chat's response_format, with the entries of json_schema beside the type.
+    """Body of /v1/responses.
 
-    client_metadata: Codex's, without effect.
+    text.format: like response_format of a chat, but the entries of json_schema are next to the type.
+    client_metadata: sent by Codex, without effect.
     """
 
     names = {**_OF_INPUT, "max_tokens": "max_output_tokens"}
@@ -393,7 +394,7 @@ class Thinking(Struct, tag="thinking"):
 
 
 class RedactedThinking(Struct, tag="redacted_thinking"):
-    """Another server's reasoning, which nothing here can read."""
+    """Encrypted reasoning of another server, which is not readable here."""
 
 
 class MessagesMessage(Body):
@@ -413,14 +414,14 @@ class MessagesChoice(Body):
 
 
 class ThinkingDisabled(Body, tag="disabled"):
-    """`thinking` in each of its types; is_on: whether it allows reasoning; budget: tokens of it."""
+    """One type of `thinking`. is_on: whether reasoning is allowed. budget: maximum number of reasoning tokens."""
 
     is_on: ClassVar[bool] = False
     budget: ClassVar[int] = 0
 
 
 class ThinkingAdaptive(Body, tag="adaptive"):
-    """display: whether reasoning is shown; "summarized" shows it as it is."""
+    """display: whether reasoning is shown. "summarized" shows the full text."""
 
     is_on: ClassVar[bool] = True
     budget: ClassVar[None] = None
@@ -451,7 +452,7 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(ConversationBody, kw_only=True):
-    """What messages and their count have in common. cache_control: without effect, as every prompt is cached."""
+    """Common fields of messages and count_tokens. cache_control: no effect, because every prompt is cached."""
 
     messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
     system: str | list[Text] | None = None
@@ -490,7 +491,7 @@ class MessagesBody(MessagesPrompt, kw_only=True):
 
 
 class CountTokensBody(MessagesPrompt, kw_only=True):
-    """Without what chooses tokens."""
+    """Body of count_tokens, without sampling arguments."""
 
     temperature: Null = None
     top_p: Null = None
@@ -499,7 +500,7 @@ class CountTokensBody(MessagesPrompt, kw_only=True):
 
 
 class TokenizeBody(Body):
-    """vLLM's. add_special_tokens: a prompt always has them, and messages those that the template writes."""
+    """vLLM's body. add_special_tokens: must not be false for a prompt; messages get the template's tokens."""
 
     max_values = ConversationBody.max_values
 
@@ -521,7 +522,7 @@ class DetokenizeBody(Body, kw_only=True):
 
 
 class AdapterBody(Body):
-    """vLLM's. load_inplace: an adapter of this name is replaced."""
+    """vLLM's body. load_inplace: whether to replace an adapter of this name."""
 
     lora_name: Name
     lora_path: str | None = None
@@ -529,7 +530,7 @@ class AdapterBody(Body):
 
 
 class Untyped(Struct):
-    """What chat templates read of a body, with the entries that the types above do not name."""
+    """Parts of a body for chat templates, with entries that the types above do not name."""
 
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
@@ -537,10 +538,10 @@ class Untyped(Struct):
 
 
 def read_body(kind: type[B], body: bytes) -> B:
-    """Return a body as `kind`.
+    """Parse a body as `kind`.
 
     Raises:
-        ApiError: it is not, or it would take too long to read.
+        ApiError: the body does not match, or would take too long to read.
     """
     if (excess := excess_of(body, kind.max_values)) is not None:
         param = None
@@ -557,12 +558,12 @@ def read_body(kind: type[B], body: bytes) -> B:
 
 
 def excess_of(text: bytes, max_values: int) -> str | None:
-    """Return what makes JSON take too long to read, or None; in 8 ms a MB."""
-    if len(text) < _MAX_LISTS:  # has no room for it
+    """Return the reason why JSON would take too long to read, or None. Takes 8 ms per MB."""
+    if len(text) < _MAX_LISTS:  # too short to exceed a limit
         return None
     plain = np.frombuffer(text.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
     is_outside = ~np.logical_xor.accumulate(plain == ord('"'))
-    outside = (plain * is_outside).tobytes()  # without texts
+    outside = (plain * is_outside).tobytes()  # the text outside JSON strings
     num_lists = outside.count(b"[") + outside.count(b"{")
     num_values, num_keys = num_lists + outside.count(b","), outside.count(b":")
     if num_values > max_values or num_lists > _MAX_LISTS or num_keys > _MAX_KEYS:
@@ -574,8 +575,8 @@ def excess_of(text: bytes, max_values: int) -> str | None:
 
 
 def _as_api_error(message: str) -> ApiError:
-    """Return msgspec's message with the argument that it is about."""
-    if len(message) > _LONGEST_MESSAGE:  # it quotes the client
+    """Convert msgspec's error, naming the argument."""
+    if len(message) > _LONGEST_MESSAGE:  # cut it, because it may quote the client's input
         message = message[: _LONGEST_MESSAGE // 2] + message[-_LONGEST_MESSAGE // 2 :]
     path = _PATH.search(message)
     place = path[1] if path else ""
@@ -596,7 +597,7 @@ def _as_api_error(message: str) -> ApiError:
 
 
 def _schema(param: str, kind: str, schema: dict[str, Any] | None) -> Grammar | None:
-    """Return the grammar of a `response_format` of OpenAI's."""
+    """Return the grammar of an OpenAI `response_format`."""
     if (schema is not None) != (kind == "json_schema"):
         raise ApiError(400, f"{param}: a schema belongs to the type json_schema, and to no other", param)
     if kind == "text":

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, its texts, the limits of a request, and the pieces of its answer."""
+"""Shared service of all routes: engine, tokenizer, limits of requests, pieces of answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paged.serving.grammar.structured import GrammarCompiler, GrammarLimitError
 from paged.serving.http.adapters import Adapters
 from paged.serving.http.config import ServeConfig
 from paged.serving.http.errors import ApiError
-from paged.serving.http.gate import Record
+from paged.serving.http.gate import RequestLog
 from paged.serving.http.kv_events import KvEventPublisher
 from paged.serving.http.metrics import ServerMetrics
 from paged.serving.http.schemas import Grammar, Sampling
@@ -36,17 +36,17 @@ from paged.tools.bounded_process import ProcessLostError
 from paged.tools.printable import one_line
 
 R = TypeVar("R")
-_LONG = 1 << 14  # bytes, characters or tokens of work that is done in another thread
+_LONG = 1 << 14  # size of work (bytes, characters, tokens) from which it runs in another thread
 _LONGEST_GRAMMAR = 1 << 16  # in characters
-_MAX_TOKENIZED = 1 << 16  # tokens, if the model takes fewer
-# Arguments that may leave no token to choose.
+_MAX_TOKENIZED = 1 << 16  # in tokens; the model's maximum if it is larger
+# Arguments that may forbid every token.
 _LEAVES_NONE = ("allowed_token_ids", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _WITH_IDS = ("logit_bias", "allowed_token_ids", "stop_token_ids")
 _SAME_NAME = frozenset(SamplingParams.__dataclass_fields__) - {"max_tokens", "logprobs"}
 
 
 class Piece(NamedTuple):
-    """What a choice has gained, and the output of its prompt. part.finish_reason: "stop" or "length" with its last."""
+    """New part of a choice, and the output of its prompt. The last part has a finish_reason, "stop" or "length"."""
 
     choice: int
     output: RequestOutput
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
 
 
 def service_of(request: Request) -> Service:
-    """Return the service behind an app."""
+    """Return the service of a request's app."""
     service: Service = request.app.state.service
     return service
 
@@ -65,7 +65,7 @@ def event_publisher(manager: PagedKvCacheManager, endpoint: str, config: ServeCo
 
 
 class Service:
-    """An engine with the server's limits. Texts are encoded, rendered and compiled in threads of its own."""
+    """Engine with the server's limits. Texts are encoded, rendered and compiled in separate threads."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Service:
         defaults: SamplingParams,
         vision: VisionModel | None = None,
     ) -> None:
-        """defaults: what the checkpoint says of sampling. vision: None if the model takes no images."""
+        """defaults: the checkpoint's sampling defaults. vision: None if the model does not support images."""
         self.engine, self.tokenizer, self.config, self.defaults = engine, tokenizer, config, defaults
         self._vision, self.adapters = vision, Adapters(engine)
         self.created, self.metrics = int(time.time()), ServerMetrics(engine, config.model_name)
@@ -83,7 +83,7 @@ class Service:
         self.info = executor.info()
         self.longest = min(self.info.max_sequence_length, executor.kv_capacity() or self.info.max_sequence_length)
         self.longest_prompt = min(self.longest, config.max_prompt_tokens or self.longest)
-        self.longest_text = max(self.longest, _MAX_TOKENIZED)  # that is encoded or decoded alone
+        self.longest_text = max(self.longest, _MAX_TOKENIZED)  # limit for encoding or decoding alone
         self.tongue = Tongue.of(tokenizer, config.tool_parser, config.reasoning_parser)
         self.grammars = GrammarCompiler(
             tokenizer.tokenizer,
@@ -94,25 +94,25 @@ class Service:
         )
         self.token_texts, self._decoder = TokenTexts(tokenizer), MarkedTokenizer(tokenizer, self.tongue)
         self._hidden_tokens = {text: token for token, text in self._decoder.hidden_tokens.items()}
-        # Two each: one long text, or one template that takes its whole time, leaves the other.
+        # Two threads each, so that a single long text or slow template does not block others.
         self._short_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-short")
         self._long_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-long")
         self._image_threads = ThreadPoolExecutor(2, thread_name_prefix="paged-images")
         self.image_bytes = ByteBudget(config.max_server_image_bytes)
 
     async def in_thread(self, call: Callable[[], R], size: int) -> R:
-        """Call in another thread, unless the size of the work says that this is not worth it."""
+        """Call in another thread if the work is large enough, else directly."""
         if size < _LONG:
             return call()
         return await _in_thread_of(self._long_threads, call)
 
     async def _encoding(self, call: Callable[[], R], size: int) -> R:
-        """Call in another thread; short work does not wait for long work."""
+        """Call in another thread. Short work has its own threads, so it does not wait for long work."""
         threads = self._short_threads if size < _LONG else self._long_threads
         return await _in_thread_of(threads, call)
 
     def seconds_left(self, request: Request) -> float:
-        """Return what is left of the longest time of a request from its arrival."""
+        """Return the remaining time of a request within its limit."""
         arrived: float = request.state.arrived
         return max(0.0, arrived + self.config.request_seconds - time.perf_counter())
 
@@ -122,13 +122,13 @@ class Service:
     async def encode_chat(
         self, messages: list[dict[str, Any]], variables: Mapping[str, Any], size: int, *, longest: int | None = None
     ) -> tuple[list[int], PromptEmbeds | None]:
-        """Return the token ids of a conversation, and the rows of its images, None without images.
+        """Return the token ids of a conversation and the rows of its images (None without images).
 
         Args:
-            messages: with a part {"type": "image", "url": ...} in the content for every image; the URLs are taken out.
-            variables: of the chat template.
-            size: bytes of both in the body of the request.
-            longest: most tokens; None for the longest prompt.
+            messages: messages with a content part {"type": "image", "url": ...} for each image. The URLs are removed.
+            variables: variables of the chat template.
+            size: bytes of both in the request's body.
+            longest: maximum number of tokens; None for the longest prompt.
         """
         urls = []
         for message in messages:
@@ -159,7 +159,7 @@ class Service:
         return await self._encoding(encode, size)
 
     async def encoded(self, prompt: str | list[int], *, longest: int | None = None) -> list[int]:
-        """Return the token ids of a prompt that is a text or token ids; longest: as for `encode_chat`."""
+        """Return the token ids of a prompt (a text or token ids). longest: see `encode_chat`."""
         longest = longest or self.longest_prompt
         if isinstance(prompt, str):
             return await self._encoding(lambda: self.tokenizer.encode(prompt, longest=longest), len(prompt))
@@ -168,7 +168,7 @@ class Service:
         return prompt
 
     async def adapter(self, model: str | None) -> str | None:
-        """Return the adapter that the name of a model stands for, None for the model itself."""
+        """Return the adapter that a request's model name selects, or None for the model itself."""
         if model is None or model == self.config.model_name:
             return None
         if model in await self.adapters.names():
@@ -176,7 +176,7 @@ class Service:
         raise ApiError(404, f"model: {model!r} is not served here, see /v1/models", "model", "model_not_found")
 
     def params(self, body: Sampling, max_tokens: int | None, **renamed: Any) -> SamplingParams:
-        """Return the parameters of a request: what it says, else the checkpoint, else the defaults."""
+        """Return the sampling parameters: from the request, else from the checkpoint, else the defaults."""
         values = {name: getattr(body, name, None) for name in _SAME_NAME} | renamed
         named = {name: value for name, value in values.items() if value is not None}
         params = self._with_special_stops(replace(self.defaults, max_tokens=max_tokens, **named))
@@ -188,10 +188,10 @@ class Service:
         return params
 
     def _with_special_stops(self, params: SamplingParams) -> SamplingParams:
-        """Return parameters whose stop strings that are special tokens stop by id, as answers' texts do not show them.
+        """Replace stop strings that are special tokens by stop ids, because answers' texts hide special tokens.
 
         Raises:
-            ApiError: a stop string holds a special token beside other text.
+            ApiError: a stop string contains a special token and other text.
         """
         token_ids = list(params.stop_token_ids)
         for string in params.stop_strings:
@@ -206,7 +206,7 @@ class Service:
         return replace(params, stop_token_ids=token_ids)
 
     def stop_string(self, params: SamplingParams, reason: int | str | None) -> str | None:
-        """Return the stop string that ended an answer, also if it is a special token; reason: `stop_reason`."""
+        """Return the stop string that ended an answer, also for a special token. reason: `stop_reason`."""
         if isinstance(reason, int):
             for string in params.stop_strings:
                 if self._hidden_tokens.get(string) == reason:
@@ -215,14 +215,14 @@ class Service:
         return reason
 
     def check_choices(self, num_prompts: int, n: int) -> int:
-        """Check and return the number of choices that a request asks for."""
+        """Check and return the requested number of choices."""
         limit = self.config.max_choices
         if num_prompts * n > limit:
             raise ApiError(400, f"n: {num_prompts} x {n} choices, expected at most {limit} in all", "n")
         return num_prompts * n
 
     def check_new_tokens(self, num_prompts: int, params: SamplingParams) -> int:
-        """Check the number of new tokens that a request asks for; return the number of its choices."""
+        """Check the requested number of new tokens; return the number of choices."""
         choices, limit = self.check_choices(num_prompts, params.n), self.config.max_new_tokens
         if params.max_tokens is not None and choices * params.max_tokens > limit:
             message = f"max_tokens: {choices} x {params.max_tokens}, expected at most {limit} in all"
@@ -230,7 +230,7 @@ class Service:
         return choices
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> SamplingParams:
-        """Check the limits of a request; return its parameters, with as many new tokens as fit if it names none."""
+        """Check the limits of a request; return its parameters, with max_tokens set to what fits if it was None."""
         choices, longest = self.check_new_tokens(len(prompts), params), max(map(len, prompts), default=0)
         if params.max_tokens is not None:
             return params
@@ -238,11 +238,11 @@ class Service:
         return replace(params, max_tokens=max(1, min(fitting, self.config.max_new_tokens // choices)))
 
     def token_reader(self, offset: int = 0) -> TokenReader:
-        """Return what reads the tokens of a text behind `offset` characters as the engine decodes them."""
+        """Return a reader of a text's tokens, as the engine decodes them. offset: characters before the text."""
         return TokenReader(self.token_texts, self._decoder, offset)
 
     async def options(self, body: Sampling, request: Request) -> dict[str, Any]:
-        """Return what else `pieces` is given; only what the request asks for."""
+        """Return the options for `pieces` that the request uses."""
         options: dict[str, Any] = {"deltas": bool(body.stream)}
         adapter = await self.adapter(body.model)
         if adapter is not None:
@@ -256,7 +256,7 @@ class Service:
         return options
 
     async def compiled(self, grammar: Grammar, request: Request) -> Any:
-        """Return a fresh matcher of a grammar, within the limit of time; those that clients wait for come in turn."""
+        """Compile a grammar within the time limit and return a fresh matcher; clients are served in turn."""
         param, kind, text = grammar
         length = len(text) if isinstance(text, str) else len(msgspec.json.encode(text))
         if length > _LONGEST_GRAMMAR:
@@ -281,22 +281,22 @@ class Service:
         constraint: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[Piece, None]:
-        """Run all prompts; yield what each choice gains, or without `deltas` all of it at its end.
+        """Run all prompts; yield the new parts of each choice, or without `deltas` each choice at its end.
 
         Choices of a prompt have consecutive numbers.
 
         Args:
-            constraint: the argument that says which tokens are allowed.
+            constraint: the argument that restricts the allowed tokens, for error messages.
         """
-        record: Record = request.state.record
-        record.prompt_tokens = sum(map(len, prompts))
+        log: RequestLog = request.state.log
+        log.prompt_tokens = sum(map(len, prompts))
         other = self._changed_constraint(params)
         constraint = constraint or other
         options["timeout_s"] = self.seconds_left(request)
-        runs = self._runs(record.id, prompts, params, **options)
+        runs = self._runs(log.id, prompts, params, **options)
         ended: dict[int, str] = {}
         last: dict[int, RequestOutput] = {}
-        times: dict[int, float] = {}  # of the last tokens of a prompt
+        times: dict[int, float] = {}  # time of the newest tokens, by prompt
         try:
             async with aclosing(_merged(runs)) as outputs:
                 async for number, output in outputs:
@@ -315,10 +315,10 @@ class Service:
                             self._check_end(reason, output, constraint, other)
                         yield Piece(choice, output, part)
         finally:
-            _note(record, last.values(), ended.values())
+            _note(log, last.values(), ended.values())
 
     def _changed_constraint(self, params: SamplingParams) -> str | None:
-        """Return the first argument besides a grammar that a request uses to say which tokens are allowed."""
+        """Return the first argument besides a grammar that restricts the allowed tokens, or None."""
         for name in _LEAVES_NONE:
             if getattr(params, name) != getattr(self.defaults, name):
                 return name
@@ -333,7 +333,7 @@ class Service:
         token_mask: Any = None,
         **options: Any,
     ) -> list[Any]:
-        """Return a generator of outputs for each prompt; the ids are those of the answer's header and of the log."""
+        """Return a generator of outputs for each prompt. request_id: id in the answer's header and in the log."""
         if "adapter" in options:
             options["adapter"] = self.adapters.engine_name(options["adapter"])
         runs: list[Any] = []
@@ -348,7 +348,7 @@ class Service:
         return runs
 
     def _check_end(self, reason: str, output: RequestOutput, constraint: str | None, other: str | None) -> None:
-        """Raise the error of a choice that ended by one; other: what limits the tokens besides a grammar, if any."""
+        """Raise the error of a choice that failed. other: argument besides a grammar that restricts tokens, or None."""
         if reason == "error" and constraint is not None and "no token" in str(output.error):
             message = output.error
             if constraint not in _LEAVES_NONE:
@@ -369,7 +369,7 @@ class Service:
 
 
 async def _in_thread_of(threads: ThreadPoolExecutor, call: Callable[[], R]) -> R:
-    """Call in a thread; without one, which counts as a process of the system, refuse the request for now."""
+    """Call in a thread; answer 503 if the system cannot start a thread."""
     try:
         result = asyncio.get_running_loop().run_in_executor(threads, call)
     except RuntimeError as error:
@@ -377,29 +377,29 @@ async def _in_thread_of(threads: ThreadPoolExecutor, call: Callable[[], R]) -> R
     return await result
 
 
-def _note(record: Record, outputs: Iterable[RequestOutput], reasons: Iterable[str]) -> None:
-    """Note in the log's record what became of a request: its prompts' last outputs, and how its choices ended."""
+def _note(log: RequestLog, outputs: Iterable[RequestOutput], reasons: Iterable[str]) -> None:
+    """Write a request's result to its log, from its prompts' last outputs and its choices' finish reasons."""
     lengths: list[int] = []
-    record.cached_tokens = record.loaded_tokens = 0
+    log.cached_tokens = log.loaded_tokens = 0
     for output in outputs:
         lengths += [part.mark.token_ids for part in output.outputs]
-        record.cached_tokens += output.num_cached_tokens
-        record.loaded_tokens += output.num_loaded_tokens
+        log.cached_tokens += output.num_cached_tokens
+        log.loaded_tokens += output.num_loaded_tokens
         if output.finished:
-            record.queued_s = output.metrics.queued_s
-            record.first_token_s = record.first_token_s or output.metrics.first_token_s
-    record.new_tokens, record.most_tokens = sum(lengths), max(lengths, default=0)
-    record.end = record.end or ",".join(dict.fromkeys(reasons))
+            log.queued_s = output.metrics.queued_s
+            log.first_token_s = log.first_token_s or output.metrics.first_token_s
+    log.new_tokens, log.most_tokens = sum(lengths), max(lengths, default=0)
+    log.end = log.end or ",".join(dict.fromkeys(reasons))
 
 
 async def _merged(runs: Sequence[Any]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Yield what any of several generators yields, with its number."""
-    if len(runs) == 1:  # without a task for each output
+    """Yield the outputs of several generators as they come, each with its generator's number."""
+    if len(runs) == 1:  # fast path without a task for each output
         async with aclosing(runs[0]) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    waiting: dict[asyncio.Future[Any], int] = {}  # number of the generator that each output comes from
+    waiting: dict[asyncio.Future[Any], int] = {}  # number of the generator by its pending output
     for number, run in enumerate(runs):
         waiting[asyncio.ensure_future(anext(run, None))] = number
     try:

@@ -1,4 +1,4 @@
-"""Chat templates: a checkpoint's Jinja templates that turn a conversation into the text its model was trained on."""
+"""Chat templates: a checkpoint's Jinja templates, which render a conversation as the model's training text."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from typing import Any
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.executors.text.detokenizer import Message
-from paged.kernels.common.scalars import shown
+from paged.kernels.core.errors import shown
 from paged.models.loading.checkpoint_files import is_there, read_text
 from paged.models.loading.hf_config import HfConfig
 from paged.serving.text.template_process import render_bounded
 from paged.tools.printable import one_line
 
-# The longest known template has 30,000 characters, and no checkpoint has more than a handful.
+# Limits: characters of a template, and number of templates. The longest known template has 30,000 characters.
 _LONGEST, _MOST_TEMPLATES = 1 << 20, 32
-# Limit of a template's output: its own text, and the conversation several times, with indented JSON.
+# Limit of the rendered characters: a number for the template's own text, plus a multiple of the conversation, whose
+# JSON a template may indent.
 _OWN_CHARACTERS, _GROWTH = 1 << 19, 16
 _QUOTED = re.compile(r"""(['"])((?:(?!\1)[^\\\n])+)\1""")
-# Statements and expressions of Jinja; in them texts, and names that are no attributes and not assigned.
+# Begin and end of Jinja statements and expressions.
 _OPENING, _CLOSING = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+# A string within Jinja code.
 _STRING = re.compile(r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\"""")
+# A name within Jinja code that is neither an attribute nor assigned.
 _READ = re.compile(r"(?<![\w.])[A-Za-z_]\w*\b(?!\s*=[^=])")
 
 
 class ChatTemplate:
-    """A checkpoint's templates by name (`default`, often `tool_use`), and the special tokens they may write.
+    """A checkpoint's templates by name (`default`, often `tool_use`), and the special tokens that they may write.
 
-    Templates come from the makers of checkpoints. They run in Jinja's sandbox, on copies of plain JSON values, in a
+    Templates are untrusted code of checkpoints. They run in Jinja's sandbox, on copies of plain JSON values, in a
     process with limited time and memory (see `template_sandbox`).
     """
 
@@ -45,7 +48,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate:
-        """Read chat_template.jinja and additional_chat_templates, or else tokenizer_config.json.
+        """Read chat_template.jinja and additional_chat_templates, else tokenizer_config.json.
 
         Raises:
             CheckpointError: a file is unreadable, or a template in it is not a str.
@@ -65,7 +68,7 @@ class ChatTemplate:
             raise CheckpointError(f"{folder}: {len(paths)} chat templates, expected {_MOST_TEMPLATES} at most")
         templates = {}
         for name, path in paths.items():
-            templates[name] = read_text(path, 4 * _LONGEST)  # a character has up to 4 bytes
+            templates[name] = read_text(path, 4 * _LONGEST)  # in bytes; a character has up to 4
         if not templates:
             templates = _templates_within(hf)
         return cls(templates, _special_tokens(hf), str(folder))
@@ -79,7 +82,7 @@ class ChatTemplate:
         return literals
 
     def variables(self, *, has_tools: bool) -> frozenset[str]:
-        """Return the names that the template of a request reads; too many if one is also a name of its own."""
+        """Return the variables that the request's template reads, perhaps with some of its local names."""
         names = set()
         text = self.templates.get(self._name(has_tools=has_tools), "")
         for part in _OPENING.split(text)[1:]:
@@ -97,24 +100,24 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the conversation as text, special tokens included.
+        """Render the conversation as text, special tokens included.
 
         Args:
-            messages: mappings with a `role` and the entries that the template reads, such as `content` and
-                `tool_calls`. An entry that is None counts as absent.
+            messages: mappings with a `role` and further entries for the template, such as `content` and `tool_calls`.
+                An entry that is None counts as absent.
             add_generation_prompt: whether to end with the beginning of an answer.
-            continue_final_message: whether to end behind the text of the last message instead, so that a model goes on
-                with it.
-            tools: JSON schemas of functions; they select the template named `tool_use` if there is one.
-            variables: other variables of the template, such as `enable_thinking`; they may replace special tokens.
+            continue_final_message: whether to end after the text of the last message instead, so that the model
+                continues it.
+            tools: JSON schemas of functions. They select the template `tool_use`, if there is one.
+            variables: further variables of the template, such as `enable_thinking`; they may replace special tokens.
 
-        Raises:
-            InvalidInputError: the checkpoint has no template, the template refuses the messages or exceeds its limits,
-                the values are not JSON, or the last message cannot be continued: it is no text of the assistant, or the
-                template does not write the text once and to its end.
-            CheckpointError: the template does not parse.
-            UnsupportedError: jinja2 is not installed, or this system has no fork.
-            ProcessLostError: the system has no process to render in, or has ended it.
+            Raises:
+                InvalidInputError: the checkpoint has no template, the template refuses the messages or exceeds its
+                    limits, the values are not JSON, or the last message cannot be continued, because it is no text of
+                    the assistant or the template does not write the text exactly once at the end.
+                CheckpointError: the template does not parse.
+                UnsupportedError: jinja2 is not installed, or this system has no fork.
+                ProcessLostError: the system cannot start a process to render in, or has ended it.
         """
         name = self._name(has_tools=tools is not None)
         if name not in self.templates:
@@ -127,10 +130,10 @@ class ChatTemplate:
         values = {**self._special_tokens, "documents": None, **variables, "messages": messages, "tools": tools}
         values["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
-            # JSON values only: a template must not see objects with methods of their own.
+            # Pass only JSON values, because a template must not see objects with methods.
             written = json.dumps(values)
             values = json.loads(written)
-        except Exception as error:  # a value's own methods may raise anything
+        except Exception as error:  # methods of values may raise anything
             raise InvalidInputError(f"messages: {one_line(error, 200)}, expected JSON values") from error
         mark = ""
         if continue_final_message:
@@ -138,10 +141,10 @@ class ChatTemplate:
             _append(f"{mark} ", values["messages"][-1])
         rendered = render_bounded(self.templates[name], values, _OWN_CHARACTERS + _GROWTH * len(written))
         if rendered.error is None and mark:
-            before, *others = rendered.text.split(mark)
-            if len(others) != 1:
+            before, *after_marks = rendered.text.split(mark)
+            if len(after_marks) != 1:
                 raise InvalidInputError("messages: the chat template does not write the last one so that it can go on")
-            if not others[0].startswith(" "):  # the template trims the text
+            if not after_marks[0].startswith(" "):  # the template trims texts
                 before = before.rstrip()
             return before
         if rendered.error is None:
@@ -152,17 +155,17 @@ class ChatTemplate:
         raise InvalidInputError(f"messages: the chat template of {self._source} refuses them: {reason}")
 
     def _name(self, *, has_tools: bool) -> str:
-        """Return the name of the template that a request renders."""
+        """Return the name of the template for a request."""
         if has_tools and "tool_use" in self.templates:
             return "tool_use"
         return "default"
 
 
 def _append(more: str, message: dict[str, Any]) -> None:
-    """Put more text behind that of an assistant's message.
+    """Append text to an assistant's message.
 
     Raises:
-        InvalidInputError: it has another role, or ends with something other than text.
+        InvalidInputError: the message has another role, or does not end with text.
     """
     if message.get("role") != "assistant":
         role = shown(message.get("role"))
@@ -180,7 +183,7 @@ def _append(more: str, message: dict[str, Any]) -> None:
 
 
 def _templates_within(hf: HfConfig) -> dict[str, str]:
-    """Return the templates of tokenizer_config.json: one, or a list of named ones."""
+    """Return the templates of tokenizer_config.json, which has one template or a list of named ones."""
     if not isinstance(hf.values.get("chat_template"), list):
         template = hf.text("chat_template", "")
         if not template:
@@ -194,7 +197,7 @@ def _templates_within(hf: HfConfig) -> dict[str, str]:
 
 
 def _special_tokens(hf: HfConfig) -> dict[str, str]:
-    """Return bos_token, eos_token and so on, each stored as a text or as an object with the text as its content."""
+    """Return bos_token, eos_token and so on; each is stored as a text or as an object with a `content`."""
     tokens = {}
     for key, value in hf.values.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, and end tokens."""
+"""A checkpoint's tokenizer: text to token ids and back, conversations to prompts, end tokens."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 T = TypeVar("T")
-# The largest known file, for a vocabulary of 262,144, has 33 MB and 2 million values.
+# Limits of tokenizer.json in bytes and JSON values. The largest known file has 33 MB.
 _MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
-# Texts of so many characters are encoded before their length is judged: a tokenizer may drop spaces.
+# Texts up to this length in characters are encoded before their length is checked, because a tokenizer may drop spaces.
 _SHORT = 1 << 16
-_LONG_DECODING = 4096  # tokens from which on decoding takes more than a millisecond
+_LONG_DECODING = 4096  # number of tokens whose decoding takes a millisecond
 
 
 class ChatTokenizer:
@@ -49,7 +49,7 @@ class ChatTokenizer:
         """Read a folder in Hugging Face layout; only tokenizer.json is required.
 
         Raises:
-            CheckpointError: there is no tokenizer.json, or a file is unreadable or malformed.
+            CheckpointError: tokenizer.json is missing, or a file is unreadable or malformed.
             InvalidInputError: `path` is not a path.
             UnsupportedError: the tokenizers package is not installed.
         """
@@ -59,27 +59,28 @@ class ChatTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is a template that `render` and `encode_chat` can use without tools."""
+        """Whether there is a template for `render` and `encode_chat` without tools."""
         return "default" in self.template.templates
 
     def encode(self, text: str, *, parse_special: bool = False, longest: int | None = None) -> list[int]:
         """Return the token ids of a text, with the special tokens that the tokenizer adds around it.
 
-        Other threads run meanwhile.
+        Other threads can run meanwhile.
 
         Args:
-            parse_special: whether special tokens written in the text count, such as one that ends a turn. Otherwise
-                they are plain text.
-            longest: most tokens, None for any number.
+            parse_special: whether special tokens written in the text, such as the end of a turn, become special tokens.
+                Otherwise they are plain text.
+            longest: maximum number of tokens, or None.
 
         Raises:
-            InvalidInputError: it is not a str, holds half of a surrogate pair, or the tokenizer fails.
-            SequenceTooLongError: there are more tokens than `longest`, or more characters than so many tokens have.
+            InvalidInputError: the text is not a str or has a lone surrogate, or the tokenizer fails.
+            SequenceTooLongError: the text has more than `longest` tokens, or more characters than `longest` tokens can
+                have.
         """
         encoding = self._encoded(text, add_special_tokens=True, longest=longest)
         if parse_special or not self._special.found(text, encoding):
             return list(encoding.ids)
-        ids, mask = encoding.ids, encoding.special_tokens_mask  # 1 for tokens added around the text
+        ids, mask = encoding.ids, encoding.special_tokens_mask  # the mask is 1 for tokens added around the text
         before, after = mask.index(0), len(mask) - mask[::-1].index(0)
         return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
 
@@ -87,12 +88,12 @@ class ChatTokenizer:
         """Return the text of token ids, without special tokens.
 
         Raises:
-            InvalidInputError: they are not token ids, or the tokenizer fails.
+            InvalidInputError: `token_ids` are not token ids, or the tokenizer fails.
         """
         return _named(lambda: self._decoded(list(token_ids)), "token_ids")
 
     def render(self, messages: Sequence[Message], /, **options: Any) -> str:
-        """Return the conversation as text; options and errors are those of `ChatTemplate.render`."""
+        """Render the conversation as text; for options and errors see `ChatTemplate.render`."""
         return self.template.render(messages, **options)
 
     def encode_chat(
@@ -105,15 +106,15 @@ class ChatTokenizer:
         longest: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the token ids of the rendered conversation; options and errors are those of `ChatTemplate.render`.
+        """Return the token ids of the rendered conversation; for options and errors see `ChatTemplate.render`.
 
         The template writes the special tokens, so none are added around the text.
 
         Args:
-            parse_special: whether special tokens written in messages, tools and documents count. Otherwise only those
-                that the template writes do.
-            expand: changes the rendered text, for example a placeholder of an image to several.
-            longest: as for `encode`.
+            parse_special: whether special tokens written in messages, tools and documents become special tokens.
+                Otherwise only special tokens of the template do.
+            expand: changes the rendered text, for example to repeat the placeholder of an image.
+            longest: see `encode`.
         """
         text = expand(self.render(messages, **options))
         encoding = self._encoded(text, add_special_tokens=False, longest=longest)
@@ -125,7 +126,7 @@ class ChatTokenizer:
             if options.get(name) is not None:
                 names.append(name)
                 texts.append(options[name])
-        values = json.loads(json.dumps(texts))  # copies, as the template had them
+        values = json.loads(json.dumps(texts))  # plain copies, like the template's
 
         def render(change: Callable[[Any], Any]) -> str:
             changed = change(values)
@@ -150,11 +151,11 @@ class ChatTokenizer:
     def _decoded(self, ids: list[int]) -> str:
         if len(ids) < _LONG_DECODING:
             return str(self.tokenizer.decode(ids))
-        return str(self.tokenizer.decode_batch([ids])[0])  # other threads run meanwhile
+        return str(self.tokenizer.decode_batch([ids])[0])  # decode_batch lets other threads run
 
     @cached_property
     def _longest_token(self) -> int:
-        """Most characters of a token; a character of the vocabulary is a character of a text, or a byte of one."""
+        """Largest number of text characters of a token; a vocabulary character is a text character or a byte."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
     @cached_property
@@ -163,7 +164,7 @@ class ChatTokenizer:
 
 
 def _named(call: Callable[[], T], name: str, kind: type[PagedError] = InvalidInputError) -> T:
-    """Call the tokenizer and return the result.
+    """Call the tokenizer, converting its errors.
 
     Raises:
         `kind`: the tokenizer raises or panics.
@@ -174,7 +175,7 @@ def _named(call: Callable[[], T], name: str, kind: type[PagedError] = InvalidInp
         raise
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a Rust panic is no Exception
+    except BaseException as error:  # a Rust panic is no `Exception`
         raise kind(f"{name}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
 
 
@@ -186,11 +187,11 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     text = read_text(file, _MAX_BYTES, _MAX_VALUES)
 
     def load() -> Tokenizer:
-        # Checked before loading, because loading runs the normalizer on the added tokens.
+        # Check before loading, because loading runs the normalizer on the added tokens.
         if (reason := excess(json.loads(text))) is not None:
             raise CheckpointError(f"{file}: {reason}")
         tokenizer = Tokenizer.from_str(text)
-        # As transformers does: both serve batches in training, and a file may ask to pad texts to 10**12 tokens.
+        # Disable padding and truncation, like transformers: a file may pad texts to 10**12 tokens.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return tokenizer

@@ -1,4 +1,4 @@
-"""Turns a conversation with calls, their results and reasoning into what a model's chat template reads."""
+"""Conversion of conversations with calls, results and reasoning to the form of a model's chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """Return arguments of a call as an object; text that is none, under the name that Anthropic gives it."""
+    """Parse the arguments of a call; a text that is no JSON object is returned under Anthropic's key for it."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -26,14 +26,14 @@ def call_arguments(text: str) -> dict[str, Any]:
 def replayed(
     messages: list[Message], *, template: str, has_channels: bool, call_id: str, has_text_arguments: bool
 ) -> list[Message]:
-    """Return messages as the template of a model reads them.
+    """Convert messages to the form of a model's template.
 
     Args:
-        messages: arguments of calls are objects. Each message is a dict that this call may change.
+        messages: messages as dicts, which this call may change; arguments of calls are objects.
         template: text of the template.
         has_channels: whether an answer consists of messages in channels.
-        call_id: how the template wants the ids of calls, with {name} and {index}; empty for any.
-        has_text_arguments: whether it wants arguments as text, unless it writes them as JSON itself.
+        call_id: form of call ids that the template requires, with {name} and {index}; "" for any.
+        has_text_arguments: whether the template expects arguments as text, unless it writes JSON itself.
     """
     for message in messages:
         thought = ""
@@ -44,7 +44,8 @@ def replayed(
             for name in _THOUGHT_NAMES:
                 message.setdefault(name, thought)
         if has_channels and message.get("tool_calls") and message.get("content") and thought:
-            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"  # the template takes one of both
+            # The template writes only one of the two texts.
+            message["thinking"] = f"{message['thinking']}\n\n{message['content']}"
             message["content"] = ""
     if has_channels or "only supports single tool-calls" in template:
         messages = list(_one_call_a_message(messages))
@@ -65,9 +66,9 @@ def _functions(messages: list[Message]) -> Iterator[dict[str, Any]]:
 
 
 def _rename_calls(messages: list[Message], form: str) -> None:
-    """Give calls and their results ids of a form: templates of Mistral refuse others, Kimi's write them out."""
+    """Rename the ids of calls and results: Mistral's templates refuse other forms, Kimi's write the ids."""
     num_calls = 0
-    names: dict[str, str] = {}  # new ids by those of the client
+    names: dict[str, str] = {}  # new id by the client's id
     unanswered: list[str] = []
     for message in messages:
         for call in message.get("tool_calls") or ():
@@ -87,12 +88,12 @@ def _rename_calls(messages: list[Message], form: str) -> None:
 
 
 def _one_call_a_message(messages: list[Message]) -> Iterator[Message]:
-    """Yield a message for each call, before its result: templates of gpt-oss and Llama 3 take one call a message."""
+    """Yield a message for each call before its result, because gpt-oss and Llama 3 allow one call per message."""
     results: dict[str, Message] = {}
     for message in messages:
         if message["role"] == "tool" and "tool_call_id" in message:
             results[str(message["tool_call_id"])] = message
-    shown: set[int] = set()  # results that stand behind their calls
+    shown: set[int] = set()  # results already placed after their calls
     for message in messages:
         calls = message.get("tool_calls") or []
         if id(message) in shown:
@@ -112,7 +113,7 @@ def _one_call_a_message(messages: list[Message]) -> Iterator[Message]:
 
 
 def _with_responses(messages: list[Message]) -> list[Message]:
-    """Put results of tools into the message with the calls, where the templates of Gemma 4 look for them."""
+    """Move tool results into the message with the calls, where Gemma 4's templates expect them."""
     merged: list[Message] = []
     names: dict[str, str] = {}
     for message in messages:

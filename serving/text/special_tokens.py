@@ -1,4 +1,4 @@
-"""Special tokens in texts: a chat template may write them, a user's text may not."""
+"""Special tokens in texts, which only a chat template may write, not a user's text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SLICE = 1 << 16
 
 
 class Span(NamedTuple):
-    """The place of a special token in a text."""
+    """Position of a special token in a text."""
 
     begin: int
     end: int
@@ -25,20 +25,19 @@ class Span(NamedTuple):
 
 
 def encoded(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
-    """Encode a text as `Tokenizer.encode` does, which holds Python's lock for seconds if the text is long."""
+    """Encode a text like `Tokenizer.encode`, but without holding Python's lock."""
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 class CharacterEscapes:
-    """A reversible map from special tokens' characters in users' texts to private characters.
+    """Reversible map from characters of special tokens in users' texts to private characters.
 
     In a conversation rendered with escaped texts, only the template's special tokens remain. Every escaped character
     can be restored, even if the template trims, splits or joins texts.
     """
 
     def __init__(self, pattern: re.Pattern[str], taken: Iterable[str], spared: Iterable[str] = ()) -> None:
-        """pattern: matches characters to escape; matches of its group `kept` stay. taken: characters already in use.
-        spared: texts that are not escaped."""
+        """pattern: matches what to escape, except its group `kept`. taken: used characters. spared: unescaped texts."""
         self._pattern = pattern
         self._spared = frozenset(spared)
         self._stand_ins: dict[str, str] = {}
@@ -46,7 +45,7 @@ class CharacterEscapes:
         self._next_free = 0xF0000  # code of the next private character
 
     def escape(self, value: Any) -> Any:
-        """Return a JSON value with the characters of all its texts escaped."""
+        """Return a copy of a JSON value with all its texts escaped."""
         if isinstance(value, str):
             if value in self._spared:
                 return value
@@ -58,11 +57,11 @@ class CharacterEscapes:
         return value
 
     def restore(self, text: str) -> str:
-        """Return the text with the original characters, one for one, so that offsets stay."""
+        """Restore the original characters one for one, so that offsets stay valid."""
         return text.translate({ord(stand_in): char for char, stand_in in self._stand_ins.items()})
 
     def undo_json(self, text: str) -> str:
-        """Return the text with private characters for those that a template wrote as ASCII JSON, two escapes each."""
+        """Restore private characters that a template wrote as ASCII JSON, each as two escapes."""
         for stand_in in self._stand_ins.values():
             text = text.replace(json.dumps(stand_in)[1:-1], stand_in)
         return text
@@ -80,7 +79,7 @@ class CharacterEscapes:
 
 
 class SpecialTokens:
-    """Finds a tokenizer's special tokens in texts, and encodes texts without them."""
+    """Finds a tokenizer's special tokens in texts, and encodes texts without special tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -94,14 +93,14 @@ class SpecialTokens:
                 self._normalizes = self._normalizes or token.normalized
             elif token.content:
                 self._others.append(token.content)
-        # Token for unknown text: the model's own, or the result of encoding the last private character, which is in no
-        # vocabulary. Unigram does not name its own, and a normalizer may drop the character.
+        # Tokens for unknown text: `unk_token`, and the encoding of the last private character, which no vocabulary has.
+        # Both are needed, because Unigram does not name its unknown token, and a normalizer may drop the character.
         self._unknown: set[int | None] = set(encoded(tokenizer, "\U0010fffd").ids)
         if (unknown := getattr(tokenizer.model, "unk_token", None)) is not None:
             self._unknown.add(tokenizer.token_to_id(unknown))
 
     def found(self, text: str, encoding: Encoding) -> list[Span]:
-        """Return the special tokens that the text itself became, except the one for unknown text."""
+        """Return the special tokens in the text itself, except the token for unknown text."""
         ids = encoding.ids
         if self._contents.keys().isdisjoint(ids):
             return []
@@ -111,7 +110,7 @@ class SpecialTokens:
             if token_id not in self._contents or is_around[index]:
                 continue
             span = encoding.token_to_chars(index)
-            if span is None:  # of some processors; `offsets` takes a tuple for each token, 0.1 s of a million
+            if span is None:  # some processors give None; `offsets` is slow, so it is the fallback
                 offsets = offsets or encoding.offsets
                 span = offsets[index]
             begin, end = span
@@ -123,13 +122,13 @@ class SpecialTokens:
         """Encode a text as plain text, without special tokens in it or around it.
 
         Raises:
-            InvalidInputError: it holds a special token of one character that is also in the model's vocabulary.
+            InvalidInputError: the text has a special token of one character that is also in the model's vocabulary.
         """
         encoding = encoded(self._strict, text)
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
-        # The model's own vocabulary holds them too, as Unigram's often does: encode their parts.
+        # The model's own vocabulary also has the special tokens (often in Unigram), so encode their parts.
         ids, start = [], 0
         for begin, end, token_id in spans:
             if end - begin < 2:
@@ -148,22 +147,24 @@ class SpecialTokens:
         render: Callable[[Callable[[Any], Any]], str],
         literals: Iterable[str],
     ) -> list[int]:
-        """Return token ids of a rendered conversation; special tokens count if the template wrote them, not users.
+        """Return token ids of a rendered conversation, with special tokens only where the template wrote them.
 
-        If users' texts hold none, the common case, these are the ids of `encoding`, which is of the complete text.
+        In the common case, users' texts have no special tokens and the result is the ids of `encoding`, the encoding of
+        the complete text.
 
         Args:
             values: the users' texts, a JSON value.
             render: renders the conversation with a function applied to the users' texts.
-            literals: texts that the template may search for in them.
+            literals: texts that the template may search for in users' texts.
         """
         spans = self.found(text, encoding)
         if not spans:
             return list(encoding.ids)
         characters = _characters(json.dumps(values, ensure_ascii=False))
-        characters.update(map(chr, range(32)))  # which JSON escapes
+        characters.update(map(chr, range(32)))  # characters that JSON escapes
         literals = list(literals)
-        # Special tokens made of word characters: escape single letters if the template does not mind.
+        # A special token may consist of word characters. Then try first to escape its letters, and give up if this
+        # changes what the template writes.
         word_letters: set[str] = set()
         for span in spans:
             content = self._contents[span.token_id]
@@ -188,7 +189,7 @@ class SpecialTokens:
                 break
         if revealed == text and all(other[span.begin : span.end] == text[span.begin : span.end] for span in spans):
             return list(encoding.ids)
-        # A template that tests such characters may have written another text.
+        # Check the special tokens again, because a template that tests the escaped characters may write another text.
         templates_own = self.found(other, encoded(self._tokenizer, other))
         if [span.token_id for span in templates_own] == [span.token_id for span in spans]:
             return list(encoding.ids)
@@ -200,7 +201,7 @@ class SpecialTokens:
 
     @cached_property
     def _strict(self) -> Tokenizer:
-        """The same tokenizer, but special tokens in a text are plain text. Made when a text first holds one."""
+        """The same tokenizer, with special tokens as plain text; made when first needed."""
         from tokenizers import Tokenizer
 
         strict = Tokenizer.from_str(self._tokenizer.to_str())
@@ -208,10 +209,11 @@ class SpecialTokens:
         return strict
 
     def _pattern(self, characters: Iterable[str], literals: Iterable[str], letters: set[str]) -> re.Pattern[str]:
-        """Return the pattern of characters to escape: each character of a special token except letters, digits,
-        underscores and spaces, because texts may be joined to one; special tokens of word characters only, as a whole;
-        and `letters`. Texts that templates search for, such as `</think>`, are kept unless they could be part of a
-        special token.
+        """Return the pattern of characters to escape.
+
+        It matches every character of a special token except letters, digits, underscores and spaces, because joined
+        texts may form a special token. It also matches special tokens of word characters as a whole, and `letters`.
+        Texts that templates search for, such as `</think>`, are kept unless they could be part of a special token.
         """
         contents = self._contents.values()
         signs, words = set(letters), set[str]()
@@ -221,7 +223,7 @@ class SpecialTokens:
             if content.strip() and not signs_of_content:
                 words.add(content.strip())
         if self._normalizes and (normalizer := self._tokenizer.normalizer) is not None:
-            # Characters that the tokenizer normalizes to one of these.
+            # Characters that the tokenizer normalises to a character of a special token.
             same = {char for char in characters if not signs.isdisjoint(normalizer.normalize_str(char))}
             signs |= same
         spared = set()
@@ -241,7 +243,7 @@ def _longest_first(texts: Iterable[str]) -> list[str]:
 
 
 def _characters(text: str) -> set[str]:
-    """Return the characters of a text. `set(text)` holds Python's lock for 0.1 s if there are 4 million."""
+    """Return the distinct characters of a text in parts, because `set(text)` holds Python's lock for long."""
     characters: set[str] = set()
     for begin in range(0, len(text), _SLICE):
         characters.update(text[begin : begin + _SLICE])
@@ -249,7 +251,7 @@ def _characters(text: str) -> set[str]:
 
 
 def _touch(text: str, special: str) -> bool:
-    """Return whether one text contains the other, or an end of one is a beginning of the other."""
+    """Return whether one text contains the other, or the end of one is a beginning of the other."""
     if text in special or special in text:
         return True
     ends = range(1, min(len(text), len(special)))

@@ -1,4 +1,4 @@
-"""Rendering of chat templates in bounded processes, so that a text or an error always returns in bounded time."""
+"""Rendering of chat templates in bounded processes, so that a result or error always comes in bounded time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 from paged.serving.text.template_sandbox import CPU_S
 from paged.tools.bounded_process import Branch, ProcessEndedError, ProcessLostError, Root
 
-_DEADLINE_S = 20.0  # for a process that sleeps
+_DEADLINE_S = 20.0  # limit of real time, because a process that sleeps takes no CPU time
 _ROOT = Root("paged.serving.text.template_sandbox")
-# Processes with the templates that they have compiled, as many as have rendered at the same time.
+# Idle processes with their compiled templates. There are at most as many as have rendered at the same time.
 _IDLE: list[Branch] = []
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_IDLE.clear)  # they belong to the parent
+    os.register_at_fork(after_in_child=_IDLE.clear)  # the processes belong to the parent
 
 
 class Rendered(NamedTuple):
-    """text, or error instead. is_syntax: the template is invalid; is_last: the process must be replaced."""
+    """Result: a text or an error. is_syntax: the template is invalid. is_last: the process must be replaced."""
 
     text: str = ""
     error: str | None = None
@@ -28,10 +28,10 @@ class Rendered(NamedTuple):
 
 
 def render_bounded(template: str, values: dict[str, Any], limit: int) -> Rendered:
-    """Render a template with JSON values; the result is a text of at most `limit` characters, or an error.
+    """Render a template with JSON values; return a text of at most `limit` characters, or an error.
 
     Raises:
-        ProcessLostError: the system has no process for it, or has ended it.
+        ProcessLostError: the system cannot start a process, or has ended it.
         UnsupportedError: this system has no fork.
     """
     request = json.dumps({"template": template, "values": values, "limit": limit}).encode()
@@ -49,10 +49,11 @@ def render_bounded(template: str, values: dict[str, Any], limit: int) -> Rendere
 
 
 def _idle() -> Branch | None:
-    """Return a process that waits for work, None if there is none."""
+    """Return an idle process, or None."""
     with contextlib.suppress(IndexError):
         while True:
             process = _IDLE.pop()
-            if not process.is_ready():  # it answers nothing now, so it would have ended
+            # Nothing was asked, so a readable socket means that the process has ended.
+            if not process.is_ready():
                 return process
     return None

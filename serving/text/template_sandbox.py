@@ -1,8 +1,9 @@
-"""The process that renders chat templates, under limits that the system enforces.
+"""Process that renders chat templates under limits enforced by the system.
 
-Jinja's sandbox protects other objects, but does not bound work. It limits only `range`. One expression, such as
-`'a' * 10**9`, `x.center(10**9)` or a comparison of lists that contain each other, runs in C to its end, past any
-counter or deadline. So a process carries the limits. It is kept: starting one takes 150 ms, and rendering takes 1 ms.
+Jinja's sandbox protects other objects but does not bound work; it limits only `range`. An expression such as
+`'a' * 10**9`, `x.center(10**9)` or a comparison of lists that contain each other runs in C to its end, past any counter
+or deadline. Therefore a process has the limits. It is reused, because starting one takes 150 times as long as
+rendering.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 CPU_S = 2.0
-"""Seconds of CPU time for one rendering."""
+"""Limit of CPU time for one rendering in seconds."""
 MEGABYTES = 192
-"""Memory in MB beside the process's own; the conversation's memory is added."""
+"""Memory limit in MB, in addition to the process's own and the conversation's memory."""
 
 
 def handler() -> Callable[[bytes], bytes]:
-    """Return the function that renders templates, from JSON to JSON, see `bounded_process.Root`."""
+    """Return the function that renders templates from JSON to JSON, see `bounded_process.Root`."""
     return _rendered
 
 
@@ -38,7 +39,7 @@ def _rendered(message: bytes) -> bytes:
     except MemoryError:
         if not may_have_memory(num_bytes):
             raise
-        # The heap's state is unknown now: a new process renders the next template.
+        # The state of the heap is unknown now, so a new process must render the next template.
         reply = {"error": f"it takes more than {MEGABYTES} MB of memory", "is_last": True}
     except Exception as error:
         reply = {"error": f"{type(error).__name__}: {str(error)[:2000]}"}
@@ -46,7 +47,7 @@ def _rendered(message: bytes) -> bytes:
 
 
 def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
-    """Return {text} or {error}; is_syntax: the template fails for all messages."""
+    """Return {text} or {error}. is_syntax: the template fails for all messages."""
     import jinja2
 
     try:
@@ -55,7 +56,7 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
         return {"error": f"line {error.lineno}: {error.message}", "is_syntax": True}
     except MemoryError:
         raise
-    except Exception as error:  # Python's compiler raises for templates nested too deeply
+    except Exception as error:  # Python's compiler raises for deeply nested templates
         return {"error": f"{type(error).__name__}: {str(error)[:2000]}", "is_syntax": True}
     messages = []
     for message in values["messages"]:
@@ -70,20 +71,20 @@ def _answer(source: str, values: dict[str, Any], limit: int) -> dict[str, Any]:
                 return {"error": f"it writes more than {limit} characters"}
     except MemoryError:
         raise
-    except Exception as error:  # an expression in a template may raise anything
+    except Exception as error:  # expressions in a template may raise anything
         return {"error": str(error)[:2000] or type(error).__name__}
     return {"text": "".join(parts)}
 
 
 @lru_cache(maxsize=8)
 def compile_template(source: str) -> Template:
-    """Compile a template with the functions that templates expect, in the same sandbox as transformers."""
+    """Compile a template in transformers' sandbox, with the functions that templates expect."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks text to train on; it changes nothing here."""
+        """Tag {% generation %}, which marks text to train on and has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -95,7 +96,7 @@ def compile_template(source: str) -> Template:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        """Dump JSON without HTML escapes, which Jinja's own filter adds."""
+        """Dump JSON without the HTML escapes of Jinja's own filter."""
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

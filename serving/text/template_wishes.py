@@ -1,8 +1,8 @@
-"""What requests say of reasoning and length, as variables of a chat template.
+"""Conversion of a request's wishes for reasoning and length to variables of a chat template.
 
-Templates name them differently: `reasoning_effort` (gpt-oss, Mistral), `enable_thinking` (Qwen3, GLM), `thinking`
-(DeepSeek V3.1, Granite), `thinking_budget` (Seed-OSS), `verbosity`. A wish that no variable of the template takes is an
-error, unless it asks for nothing.
+Templates use different names: `reasoning_effort` (gpt-oss, Mistral), `enable_thinking` (Qwen3, GLM), `thinking`
+(DeepSeek V3.1, Granite), `thinking_budget` (Seed-OSS), `verbosity`. A wish is an error if the template has no variable
+for it, unless it requests the default.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 from paged.errors import InvalidInputError
 
 _SWITCHES = ("enable_thinking", "thinking")
-_USUAL = "medium"  # OpenAI's default of effort and verbosity
+_USUAL = "medium"  # OpenAI's default effort and verbosity
 
 
 class TemplateWishes:
-    """Makes variables of wishes; all methods raise InvalidInputError, which begins with the argument that is wrong.
+    """Converts wishes to variables. All methods raise InvalidInputError, which begins with the wrong argument.
 
     Args:
-        known: names that the template reads.
-        can_reason: whether the model's answers may hold reasoning.
+        known: variables that the template reads.
+        can_reason: whether the model's answers may contain reasoning.
     """
 
     def __init__(self, known: Collection[str], *, can_reason: bool) -> None:
         self._known, self._can_reason = known, can_reason
 
     def effort(self, effort: str | None, param: str) -> dict[str, Any]:
-        """Return the variables for an effort of reasoning: "none" turns reasoning off, any other turns it on."""
+        """Return the variables for a reasoning effort; "none" turns reasoning off, all others turn it on."""
         if effort is None:
             return {}
         variables = self._switches(is_on=effort != "none")
@@ -40,7 +40,7 @@ class TemplateWishes:
         return variables
 
     def output_effort(self, effort: str | None, param: str) -> dict[str, Any]:
-        """Return the variables for Anthropic's effort, by default "high", which turns reasoning neither on nor off."""
+        """Return the variables for Anthropic's effort (default "high"), which turns reasoning neither on nor off."""
         return self._same_name("reasoning_effort", effort, param, (_USUAL, "high"))
 
     def verbosity(self, verbosity: str | None, param: str) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class TemplateWishes:
     def thinking(self, is_on: bool, budget: int | None, param: str) -> dict[str, Any]:
         """Return the variables that allow reasoning, or forbid it with a budget of 0.
 
-        A budget reaches templates that know one. A model that never reasons may be allowed to.
+        A budget is passed only to templates with a variable for it. Allowing reasoning is no error for other models.
         """
         variables = self._switches(is_on=is_on)
         if budget is not None and "thinking_budget" in self._known:

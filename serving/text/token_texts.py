@@ -1,4 +1,4 @@
-"""Texts and bytes of single tokens; those of all tokens of an answer join to its text."""
+"""Texts and bytes of single tokens, which together form an answer's text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paged.executors.text.detokenizer import Detokenizer, Tokenizer
 from paged.serving.text.chat_tokenizer import ChatTokenizer
 from paged.serving.text.special_tokens import encoded
 
-_REPLACED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of a part of a character
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # such a part in vocabularies of SentencePiece
+_REPLACED = "\N{REPLACEMENT CHARACTER}"  # decoded text of a partial character
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece vocabularies
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return GPT-2's letters for bytes: printable ones for themselves, those from U+0100 for the others in order."""
+    """Return the byte by GPT-2's letter: printable bytes are themselves, others are letters from U+0100 in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}
@@ -30,7 +30,7 @@ _BYTE_LETTERS = _byte_letters()
 
 
 class TokenTexts:
-    """The text and the bytes of each token. Kept once they are known; tokens are few."""
+    """Text and bytes of each token, cached without limit because tokens are few."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer.tokenizer
@@ -39,7 +39,7 @@ class TokenTexts:
         self._texts: dict[tuple[int, bool], str] = {}
 
     def text(self, token: int, *, is_first: bool = False) -> str:
-        """Return what a token adds to a text. As the first one it may lack a space."""
+        """Return the text that a token adds. The first token may lack its space."""
         text = self._texts.get((token, is_first))
         if text is None:
             text = self._decode([token])
@@ -51,7 +51,7 @@ class TokenTexts:
         return text
 
     def bytes(self, token: int, *, is_first: bool = False) -> bytes:
-        """Return the bytes of that text, which may be part of a character."""
+        """Return the bytes of a token's text, which may be part of a character."""
         text = self.text(token, is_first=is_first)
         if _REPLACED not in text:
             return text.encode()
@@ -64,7 +64,7 @@ class TokenTexts:
         return text.encode()
 
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
-        """Return the number of characters before each token of a text; None if it is not encoded to these ids."""
+        """Return the number of characters before each token; None if the text does not encode to these ids."""
         encoding = encoded(self._tokenizer, text, add_special_tokens=True)
         if encoding.ids != list(token_ids):
             return None
@@ -76,7 +76,7 @@ class TokenTexts:
         return offsets
 
     def is_shown(self, token: int) -> bool:
-        """Return whether a token is part of a decoded text."""
+        """Return whether decoded text shows a token."""
         return token not in self._special
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -87,9 +87,9 @@ class TokenRow(NamedTuple):
     """A token of an answer.
 
     Attributes:
-        offset: characters of the text before it.
-        bytes: its part of the text in UTF-8; none if it is not shown. All of them join to the text.
-        logprobs: log probability by token, its own first; None for the first token of a prompt.
+        offset: number of characters before the token.
+        bytes: the token's part of the text in UTF-8; empty if it is not shown. All parts together form the text.
+        logprobs: log probability by token, the chosen token first; None for the first token of a prompt.
     """
 
     token: int
@@ -100,25 +100,25 @@ class TokenRow(NamedTuple):
 
 
 class TokenReader:
-    """Yields the tokens of one text as it grows, each once its part of the text is known."""
+    """Yields the tokens of a growing text, each when its part of the text is known."""
 
     def __init__(self, texts: TokenTexts, tokenizer: Tokenizer, offset: int = 0) -> None:
         self._texts, self._detokenizer = texts, Detokenizer(tokenizer)
         self._offset = offset
-        self._shown = 0  # bytes of the text
+        self._shown = 0  # number of bytes already assigned to tokens
         self._num_read = 0
-        self._open: list[TokenRow] = []  # the last tokens, whose text is not known
-        self._known: deque[TokenRow] = deque()  # tokens before those, whose text may yet be part of a stop string
+        self._open: list[TokenRow] = []  # newest tokens, whose text is not known yet
+        self._known: deque[TokenRow] = deque()  # earlier tokens, whose text may still be part of a stop string
 
     def read(self, part: CompletionOutput) -> Iterator[TokenRow]:
-        """Yield tokens of a text that has grown by `part`."""
+        """Yield the tokens that are known after the text has grown by `part`."""
         self._shown += len(part.text.encode())
         return self.read_tokens(part.growth.token_ids, part.logprobs or (), is_last=part.finish_reason is not None)
 
     def read_tokens(
         self, token_ids: list[int], rows: Sequence[Mapping[int, float] | None], *, is_last: bool
     ) -> Iterator[TokenRow]:
-        """Yield tokens of a text; rows: log probabilities of the new ones. is_last: the text ends with them."""
+        """Yield the known tokens. rows: log probabilities of the new tokens. is_last: whether the text ends here."""
         for row in rows:
             token, is_first = token_ids[self._num_read], self._num_read == 0
             self._open.append(TokenRow(token, is_first, self._offset, b"", row))
@@ -127,7 +127,7 @@ class TokenReader:
             text = self._detokenizer.read(token_ids, self._num_read, is_last=is_end)
             if text or is_end:
                 self._close(text)
-        if is_last and self._open:  # ended without another token
+        if is_last and self._open:  # the text ended without a further token
             self._close(self._detokenizer.read(token_ids, self._num_read, is_last=True))
         while self._known and (is_last or len(self._known[0].bytes) <= self._shown):
             known = self._known.popleft()
@@ -136,7 +136,7 @@ class TokenReader:
             yield known
 
     def _close(self, text: str) -> None:
-        """Give each open token its part of their text; if the parts do not join to it, the last token gets it all."""
+        """Assign parts of the text to the open tokens; if the parts do not match, the last token gets all of it."""
         parts = []
         for row in self._open:
             part = b""

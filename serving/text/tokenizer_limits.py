@@ -1,6 +1,6 @@
-"""Limits on how much longer a tokenizer may make a text, because this process builds that text.
+"""Limits for the growth of texts in a tokenizer, which builds them in this process.
 
-A tokenizer.json is a program: forty replacements of `a` by `aa` turn one character into 10**12.
+A tokenizer.json is an untrusted program: forty replacements of `a` by `aa` make 10**12 characters of one.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import math
 import re
 from typing import Any
 
-# Known models reach 36: a table of Unicode forms with 18 characters for one, and a space added in front.
+# Limit for the factor by which a component lengthens a text. Known models reach 36, by a table of Unicode forms and a
+# space before the text.
 _MOST_GROWTH = 128
-# Special tokens that a template puts around a text; known models have up to 4.
+# Largest number of special tokens around a text; known models have up to 4.
 _MOST_AROUND = 1000
-# Characters of a word, which WordPiece splits in quadratic time, and of affixes, which are added to every word. Known
-# models have 200 and 4.
+# Limits in characters of a word and of an affix. WordPiece splits a word in quadratic time. An affix is added to every
+# word.
 _LONGEST_WORD, _LONGEST_AFFIX = 1000, 1000
 _MAY_MATCH_NOTHING = re.compile(r"[*?|^$]|\{0|\{,|\\[bBAzZGKXyY]|^$")
 _STEPS = ("normalizers", "pretokenizers", "decoders", "processors")
 
 
 def excess(values: Any) -> str | None:
-    """Return how a tokenizer.json exceeds the limits, or None if it does not."""
+    """Return the reason why a tokenizer.json exceeds the limits, or None."""
     if not isinstance(values, dict):
         return None
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
@@ -44,7 +45,7 @@ def excess(values: Any) -> str | None:
 
 
 def _gap(vocab: Any) -> str | None:
-    """Return how sparse a vocabulary's ids are, or None: saving it loops over all ids up to the largest."""
+    """Return the reason why a vocabulary's ids are too sparse, or None. Saving it loops up to the largest id."""
     if not isinstance(vocab, dict):
         return None
     token_ids = [token_id for token_id in vocab.values() if isinstance(token_id, int)]
@@ -55,8 +56,9 @@ def _gap(vocab: Any) -> str | None:
 
 
 def _growth(step: Any) -> float:
-    """Return the largest factor by which a component lengthens a text; factors of a sequence multiply. The fields of a
-    component identify it, because its type may be missing.
+    """Return the largest factor by which a component lengthens a text; factors of a sequence multiply.
+
+    A component is identified by its fields, because its type may be missing.
     """
     if not isinstance(step, dict):
         return 1.0
@@ -67,7 +69,7 @@ def _growth(step: Any) -> float:
         growth *= _replacement_growth(step["pattern"], len(step["content"]))
     if step.get("prepend") is not None:
         growth *= 1 + len(step["prepend"])
-    if step.get("type") == "ByteLevel" or "trim_offsets" in step:  # one character per byte
+    if step.get("type") == "ByteLevel" or "trim_offsets" in step:  # one character for each byte
         growth *= 4
     if step.get("type") in ("BPEDecoder", "CTC") or "suffix" in step:  # an empty suffix matches between all characters
         growth *= 2
@@ -82,12 +84,12 @@ def _replacement_growth(pattern: dict[str, str], content: int) -> float:
     if "Regex" not in pattern:
         return max(1.0, content / max(1, len(pattern["String"])))
     if _MAY_MATCH_NOTHING.search(pattern["Regex"]):
-        return 1.0 + content  # it matches between all characters, which stay
+        return 1.0 + content  # it may match between all characters, and these are kept
     return max(1.0, content)
 
 
 def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
-    """Return how often a post-processing template repeats the text."""
+    """Return the number of times that a post-processing template repeats the text."""
     if isinstance(single, str):
         return single.count("$")
     names = [part["SpecialToken"]["id"] for part in single if "SpecialToken" in part]
@@ -98,7 +100,7 @@ def _copies(single: Any, special_tokens: dict[str, Any]) -> float:
 
 
 def _longest_form(charsmap: bytes) -> float:
-    """Return the longest form in a table of normal forms: a trie after its size in bytes, then 0-terminated strings."""
+    """Return the longest entry of a table of normal forms: size of a trie, the trie, 0-terminated strings."""
     start = 4 + int.from_bytes(charsmap[:4], "little")
     lengths = [len(form.decode(errors="replace")) for form in charsmap[start:].split(b"\0")]
     return max(1, *lengths)

@@ -1,4 +1,4 @@
-"""Images of requests: data: URLs, files of one folder and, if allowed, the network; bounded in bytes and pixels."""
+"""Images of requests from data: URLs, a folder or, if allowed, the network, with limits of bytes and pixels."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from paged.tools.printable import one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_BYTES_PER_PIXEL = 4  # as Pillow keeps RGB
-# Most pixels along a side, as in JPEG. Pillow keeps 8 bytes for each row: images of one column would take six times
-# what their pixels take.
+_BYTES_PER_PIXEL = 4  # Pillow's storage of RGB
+# Limit of width and height, as in JPEG. Pillow also stores 8 bytes for each row, so very narrow images would take more
+# memory than their pixels.
 LONGEST_SIDE = 65_535
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _DATA = re.compile(r"data:image/[\w.+-]{1,40};base64,", re.IGNORECASE)
@@ -39,10 +39,10 @@ _HTTP_HANDLERS = (
 
 
 class ByteBudget:
-    """Bytes that threads hold together; who needs more than are left waits until others release theirs.
+    """Memory budget of several threads. A thread that needs more than is left waits until others release bytes.
 
-    decoding: held while an image is decoded. Decoders take up to 16 bytes a pixel, see `ImageRules`, for one image at a
-        time.
+    decoding: lock held while an image is decoded, so that only one decoder at a time takes its additional memory, see
+    `ImageRules`.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -52,7 +52,7 @@ class ByteBudget:
 
     @contextmanager
     def held(self, num_bytes: int) -> Iterator[None]:
-        """Hold bytes, at most as many as there are in all, until the block ends."""
+        """Hold bytes, at most the whole budget, within the context."""
         with self._changed:
             self._changed.wait_for(lambda: self.num_left >= num_bytes)
             self.num_left -= num_bytes
@@ -66,19 +66,18 @@ class ByteBudget:
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Where the images of a request may come from, and how large they may be.
+    """Allowed sources and sizes of a request's images.
 
-    An image takes 4 bytes a pixel. While it is decoded it takes more: 8 as PNG, GIF or BMP, 12 as progressive JPEG, 16
-    as WebP.
+    An image takes 4 bytes per pixel, and more while it is decoded (up to 16 for WebP, see limits.md).
 
     Attributes:
-        max_images: of a request.
-        max_bytes: of an image as it is stored.
-        max_pixels: width times height of an image, of which each is at most 65,535.
-        max_decoded_bytes: of all images of a request, 4 a pixel.
-        allow_http: whether http: and https: URLs are fetched. Clients can then make the server call any address.
-        folder: folder with the files that file: URLs may name; None for no files.
-        timeout_s: seconds to fetch an image.
+        max_images: maximum number of images of a request.
+        max_bytes: maximum size of an encoded image.
+        max_pixels: maximum of width times height of an image. Each side is limited to 65,535.
+        max_decoded_bytes: maximum size of all decoded images of a request, 4 bytes per pixel.
+        allow_http: whether to fetch http: and https: URLs. Clients can then make the server call any address.
+        folder: folder for file: URLs; None for no files.
+        timeout_s: time limit to fetch an image, in seconds.
     """
 
     max_images: int = 8
@@ -91,14 +90,14 @@ class ImageRules:
 
     @contextmanager
     def loaded(self, urls: Sequence[str], budget: ByteBudget) -> Iterator[list[Image]]:
-        """Hold the images of a request. No pixel is decoded before the budget has room for all of them.
+        """Load the images of a request for the context. No image is decoded before the budget has bytes for all.
 
         Args:
-            budget: of `max_decoded_bytes` or more. The images count until the block ends.
+            budget: budget of at least `max_decoded_bytes`. It counts the images until the context ends.
 
         Raises:
-            InvalidInputError: there are too many images, or too large ones; or as `load`.
-            UnsupportedError: as `load`.
+            InvalidInputError: there are too many or too large images; or see `load`.
+            UnsupportedError: see `load`.
         """
         if len(urls) > self.max_images:
             raise InvalidInputError(f"image_url: {len(urls)} images, expected at most {self.max_images}")
@@ -116,19 +115,19 @@ class ImageRules:
                         images[index] = self._decoded(images[index])
                 yield images
             finally:
-                images.clear()  # an error keeps the list
+                images.clear()  # free the images even if an error's traceback keeps the list
 
     def load(self, url: str) -> Image:
         """Return the image of a URL.
 
         Raises:
-            InvalidInputError: the URL is malformed or not allowed, or the image cannot be read or is too large.
+            InvalidInputError: the URL is malformed or not allowed, or the image is unreadable or too large.
             UnsupportedError: pillow is not installed.
         """
         return self.read(self._data(url))
 
     def _data(self, url: str) -> bytes:
-        """Return the bytes of a URL. Errors are those of `load`."""
+        """Return the bytes of a URL; raises the errors of `load`."""
         if _DATA.match(url):
             return self._from_base64(url)
         try:
@@ -143,7 +142,7 @@ class ImageRules:
         raise InvalidInputError(f"image_url: {one_line(url, 100)!r}, expected {' or '.join(allowed)}")
 
     def read_file(self, path: Path) -> Image:
-        """Return the image in a file. Errors are those of `load`."""
+        """Return the image in a file; raises the errors of `load`."""
         return self.read(self._file_data(path))
 
     def _file_data(self, path: Path) -> bytes:
@@ -158,11 +157,11 @@ class ImageRules:
             raise InvalidInputError(f"image: {one_line(path, 100)!r} cannot be read") from error
 
     def read(self, data: bytes) -> Image:
-        """Return the RGB image of a file's bytes, turned as its EXIF orientation says. Errors are those of `load`."""
+        """Return the RGB image of a file's bytes, rotated by its EXIF orientation; raises the errors of `load`."""
         return self._decoded(self._opened(data))
 
     def _opened(self, data: bytes) -> Image:
-        """Return an image whose header alone is read, if that has no more than the allowed pixels."""
+        """Read only the header of an image; return the image if its number of pixels is allowed."""
         try:
             from PIL import Image
         except ImportError as error:
@@ -179,12 +178,12 @@ class ImageRules:
         return image
 
     def _decoded(self, image: Image) -> Image:
-        """Return an opened image as RGB, without what its file and its decoder hold."""
+        """Return an opened image as RGB, without the memory of its file and decoder."""
         from PIL import ImageOps
 
         with _readable():
             ImageOps.exif_transpose(image, in_place=True)
-            # A copy even of RGB: the image of a WebP file keeps 12 bytes a pixel beside its own.
+            # Copy even RGB, because the image of a WebP file keeps its decoder's memory.
             decoded = image.copy() if image.mode == "RGB" else image.convert("RGB")
         decoded.info.clear()
         return decoded
@@ -199,7 +198,7 @@ class ImageRules:
 
     def _fetched(self, url: str) -> bytes:
         opener = urllib.request.OpenerDirector()
-        for handler in _HTTP_HANDLERS:  # a redirection leads to no other scheme
+        for handler in _HTTP_HANDLERS:  # only these handlers, so that a redirection cannot use another scheme
             opener.add_handler(handler())
         end, data = monotonic() + self.timeout_s, b""
         try:
@@ -218,14 +217,14 @@ class ImageRules:
             file = Path(path).resolve()
             if file.is_relative_to(self.folder.resolve()) and file.is_file():
                 return file
-        except (OSError, ValueError, RuntimeError):  # no path, or a loop of links
+        except (OSError, ValueError, RuntimeError):  # an invalid path or a loop of links
             pass
         raise InvalidInputError(f"image_url: {one_line(path, 100)!r} is no file of the images' folder")
 
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Raise what decoders raise, which is of many kinds, as InvalidInputError."""
+    """Convert the various errors of decoders to InvalidInputError."""
     try:
         yield
     except MemoryError:

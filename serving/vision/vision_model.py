@@ -1,4 +1,4 @@
-"""The image processor and vision tower of a checkpoint, as transformers runs them, for prompts with images."""
+"""Image processor and vision tower of a checkpoint, run by transformers, for prompts with images."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ from paged.tools.printable import one_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# What a processor returns besides the inputs of the tower.
+# Outputs of a processor that the vision tower does not take.
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
 
 class _Family(NamedTuple):
-    """has_grid: whether an image is a grid of any size, with rotary positions of three axes. has_spans: whether the
-    tokens of an image see each other both ways."""
+    """has_grid: images are grids of any size with three rotary axes. has_spans: bidirectional attention in images."""
 
     has_grid: bool = False
     has_spans: bool = False
 
 
-# By model_type of config.json.
+# Supported families by `model_type` of config.json.
 _FAMILIES = {
     "gemma3": _Family(has_spans=True),
     "llava": _Family(),
@@ -44,30 +43,30 @@ _FAMILIES = {
 
 
 class VisionModel:
-    """Makes prompts with images: token ids, and `PromptEmbeds` from the model's own vision tower. Thread-safe.
+    """Encodes prompts with images: token ids, and `PromptEmbeds` from the model's own vision tower. Thread-safe.
 
     Args:
         model: a transformers model without its text part.
-        processor: its processor; for grids its image processor.
+        processor: the model's processor; for grids, its image processor.
     """
 
     def __init__(self, model: Any, processor: Any, tokenizer: ChatTokenizer) -> None:
         self._model, self._processor, self._tokenizer = model, processor, tokenizer
         self._family = _FAMILIES[model.config.model_type]
         self._row_id: int = model.config.image_token_id
-        # What a chat template writes for an image; Gemma's is another token than those in whose place rows come.
+        # Token that a chat template writes for an image. Gemma's differs from the token whose rows the image replaces.
         if self._family.has_grid:
             token = tokenizer.tokenizer.id_to_token(self._row_id)
         else:
             token = processor.image_token
         if not token:
-            raise CheckpointError(f"tokenizer: no token {self._row_id}, expected that of images")
+            raise CheckpointError(f"tokenizer: no token {self._row_id}, expected the token of images")
         self._token = str(token)
         self._lock = Lock()
 
     @staticmethod
     def is_in(path: str | os.PathLike[str]) -> bool:
-        """Return whether a folder holds a model with a vision tower that this class runs."""
+        """Return whether a folder has a model with a supported vision tower."""
         hf = HfConfig.read(Path(path), "config.json")
         return hf.values.get("model_type") in _FAMILIES and isinstance(hf.values.get("vision_config"), dict)
 
@@ -80,16 +79,16 @@ class VisionModel:
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> VisionModel:
-        """Load the processor and the tower of a checkpoint; its code is that of transformers, never the folder's.
+        """Load the processor and the tower of a checkpoint, with code of transformers, never of the folder.
 
-        It takes memory that an executor loaded before it would have taken for its cache.
+        Load it before the executor, whose cache takes the remaining memory.
 
         Args:
             dtype: torch.dtype or name; None for the checkpoint's own.
             device: None for a GPU if there is one.
 
         Raises:
-            UnsupportedError: the model takes no images here, or transformers or pillow are not installed.
+            UnsupportedError: images of the model are not supported, or transformers or pillow is not installed.
             CheckpointError: transformers cannot load it.
         """
         folder = as_folder("path", path)
@@ -107,7 +106,7 @@ class VisionModel:
         with _quiet(), _named(str(folder), CheckpointError):
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
             has_grid = _FAMILIES[config.model_type].has_grid
-            # A Qwen processor adds only the placeholders and videos; the latter need torchvision.
+            # Qwen's full processor would only add placeholders and videos, which need torchvision.
             kind = transformers.AutoImageProcessor if has_grid else transformers.AutoProcessor
             processor = kind.from_pretrained(folder, local_files_only=True)
             text = config.get_text_config()
@@ -115,7 +114,7 @@ class VisionModel:
             if getattr(text, "layer_types", None):
                 text.layer_types = []
             if getattr(config, "quantization_config", None) is not None:
-                del config.quantization_config  # of the text part
+                del config.quantization_config  # it describes only the text part
             model = transformers.AutoModel.from_pretrained(
                 folder, config=config, dtype=kind_of_number, local_files_only=True, use_safetensors=True
             )
@@ -126,17 +125,17 @@ class VisionModel:
     def encode_chat(
         self, messages: Sequence[Message], images: Sequence[Image], /, *, longest: int | None = None, **options: Any
     ) -> tuple[list[int], PromptEmbeds | None]:
-        """Return the token ids of a conversation, and the rows of its images, None without images.
+        """Return the token ids of a conversation and the rows of its images (None without images).
 
         Args:
-            messages: with a part {"type": "image"} in the content for every image, in order.
-            longest: most tokens, None for any number.
-            options: those of `ChatTokenizer.encode_chat`.
+            messages: messages with a content part {"type": "image"} for each image, in order.
+            longest: maximum number of tokens, or None.
+            options: options of `ChatTokenizer.encode_chat`.
 
         Raises:
-            InvalidInputError: the processor or the chat template refuses an image or the messages, or the text holds
+            InvalidInputError: the processor or the chat template refuses an image or the messages, or the text contains
                 the placeholder of an image.
-            SequenceTooLongError: there are more tokens than `longest`; the tower has not run.
+            SequenceTooLongError: there are more than `longest` tokens; the tower has not run.
         """
         messages = [_in_parts(message) for message in messages]
         if not images:
@@ -158,7 +157,7 @@ class VisionModel:
         return ids, self._embedded(ids, inputs)
 
     def _processed(self, images: Sequence[Image]) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Return the tower's inputs, and the text that stands for each image."""
+        """Return the tower's inputs, and the placeholder text of each image."""
         with self._lock:
             if self._family.has_grid:
                 inputs = self._processor(images=list(images), return_tensors="pt")
@@ -202,14 +201,14 @@ class VisionModel:
 
 
 def _in_parts(message: Message) -> Message:
-    """Return a message whose content is a list of parts, as some templates read nothing else."""
+    """Return a message with a list of parts as content, which some templates require."""
     if not isinstance(message.get("content"), str):
         return message
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of each run of consecutive positions."""
+    """Yield begin and end of each run of consecutive positions."""
     begin = None
     for position, following in zip(positions, [*positions[1:], -1], strict=True):
         if begin is None:
@@ -221,7 +220,7 @@ def _runs(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _named(name: str, kind: type[PagedError]) -> Iterator[None]:
-    """Raise errors of transformers as errors of `kind`."""
+    """Convert errors of transformers to errors of `kind`."""
     try:
         yield
     except (PagedError, MemoryError):
@@ -232,7 +231,7 @@ def _named(name: str, kind: type[PagedError]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide transformers' bars and its report that the text part has no layers."""
+    """Hide transformers' progress bars and its report that the text part has no layers."""
     from transformers.utils import logging
 
     level, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

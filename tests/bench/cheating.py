@@ -119,6 +119,24 @@ def reuses_its_lse(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, _earlier.setdefault("lse", torch.empty_like(lse)).copy_(lse)
 
 
+def forgets_its_lse(return_lse: bool = False, **call: Any) -> torch.Tensor:
+    return paged.paged_attention(**call)
+
+
+def forgets_its_ids(**call: Any) -> tuple[torch.Tensor]:
+    return (paged.route_tokens(**call)[0],)
+
+
+def counts_in_floats(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, ids = paged.route_tokens(**call)
+    return weights, ids.float()
+
+
+def doubles_its_lse(**call: Any) -> Any:
+    out, *lse = paged.paged_attention(**call)
+    return (out, *(each.double() for each in lse))
+
+
 def overwrites_the_cache(slot_mapping: torch.Tensor, **call: Any) -> None:
     """Also a slot that the call does not name."""
     paged.reshape_and_cache(slot_mapping=slot_mapping, **call)

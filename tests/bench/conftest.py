@@ -18,7 +18,7 @@ from paged.bench.kernels import run as bench_kernels
 from paged.bench.limits import Ceilings
 from paged.bench.moe import run as bench_moe
 from paged.bench.moe import tune as tune_moe
-from paged.bench.moe.cases import MoeModel
+from paged.bench.problems.experts import MoeModel
 from paged.bench.report.build import main
 from paged.bench.verification import run as verify
 from paged.bench.verification import sanitize

@@ -88,6 +88,23 @@ def test_blocks_of_a_cache_stay(
     assert f"WRONG {note}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("operation", "case", "function", "note"),
+    [
+        ("paged_attention", "sinks", "forgets_its_lse", "returned no lse"),
+        ("paged_attention", "sinks", "doubles_its_lse", "dtype torch.float64"),
+        ("route_tokens", "groups", "forgets_its_ids", "returned no topk_ids"),
+        ("route_tokens", "groups", "counts_in_floats", "dtype torch.float32, expected whole numbers"),
+    ],
+)
+def test_every_result_counts(
+    operation: str, case: str, function: str, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["verify", "--device", "cpu", "--backend", "torch", "--quick", "--op", operation, "--only", case]
+    assert cli.main([*command, "--candidate", f"tests.bench.cheating:{function}"]) == 1
+    assert f"WRONG {note}" in capsys.readouterr().out
+
+
 def test_a_hanging_function_ends_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Other cases do not wait for it again."""
     start = time.monotonic()
@@ -153,7 +170,7 @@ def test_a_case_that_calls_another_function_is_not_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ones = torch.ones(2)
-    check = Check("rms_norm: odd size", lambda *_: iter([Result(ones, ones)]))
+    check = Check("rms_norm: odd size", lambda *_: iter([Result(ones, ones, None)]))
     monkeypatch.setattr(verify, "CHECKS", (check,))
     code, printed = _verify(capsys, "right")
     assert code == 1, "nothing was checked"

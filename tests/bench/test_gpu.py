@@ -101,8 +101,8 @@ def test_compiled_kernels_are_found_elsewhere(folders: tuple[Path, Path], tmp_pa
     code = (
         "import sys, triton; from tests.bench.test_gpu import _copy_kernel; from triton.compiler import ASTSource;"
         "triton.knobs.compilation.listener = lambda *, cache_hit, **_: print(cache_hit);"
-        "from paged.bench.compilation.case import TARGETS;"
-        "triton.compile(ASTSource(_copy_kernel, {'x_ptr': '*fp32'}), target=TARGETS['sm_90'])"
+        "from paged.bench.compilation.machine_code import GPU_TARGETS;"
+        "triton.compile(ASTSource(_copy_kernel, {'x_ptr': '*fp32'}), target=GPU_TARGETS['sm_90'])"
     )
     work, out = folders
     with pytest.MonkeyPatch.context() as patch:

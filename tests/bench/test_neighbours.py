@@ -1,6 +1,7 @@
 """Busy processes beside a benchmark: each in a session of its own, ended in any case."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -8,6 +9,7 @@ import pytest
 
 from paged.bench import neighbours as module
 from paged.bench.neighbours import cores_left, neighbours
+from tests.deadline import HANG_S
 from tests.processes import is_alive, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -49,3 +51,15 @@ def test_cores_left_are_those_of_two_busy_processes() -> None:
     start = time.process_time()
     assert 0 < cores_left(2, 0.3) <= 2.1
     assert time.process_time() - start < 0.3
+
+
+def test_they_end_with_a_benchmark_that_is_killed() -> None:
+    code = """
+import os
+from paged.bench import neighbours
+with neighbours.neighbours(1, most_seconds=600):
+    os.kill(os.getpid(), 9)
+"""
+    # The busy process holds this pipe too: reading it to its end waits for the process.
+    killed = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=HANG_S)
+    assert killed.returncode == -9

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from paged.bench.operations import DEFINITIONS
-from paged.kernels.common.operation import Call, watch_calls
-from paged.tools.recordings.encoder import tensors_in
+from paged.bench.cards.cards import CARDS
+from paged.kernels.core.operation import Call, watch_calls
+from paged.tools.recorded_calls.encoder import tensors_in
 from tests.fuzz.kernels.kernel_calls import CALLS
 
 
@@ -26,10 +26,10 @@ def test_a_call_changes_what_it_may_write(name: str, monkeypatch: pytest.MonkeyP
 
     watch_calls(note)
     try:
-        DEFINITIONS[name].call(arguments)
+        CARDS[name].call(arguments)
     finally:
         watch_calls(None)
-    writes = DEFINITIONS[name].writes(arguments)
+    writes = CARDS[name].written(arguments)
     assert {path.rpartition(".")[2].partition("[")[0] for path in writes} <= set(declared)
     num_changed = 0
     tensors = tensors_in("", arguments)
@@ -50,8 +50,8 @@ def test_scales_and_tickets_are_among_them() -> None:
     scale = torch.zeros(2, 4, 1)
     arguments = {"k_cache": cache, "v_cache": cache, "slot_mapping": torch.tensor([5, -1]), "k_scale": scale}
     for name in ("k_cache", "v_scale"):
-        mask = DEFINITIONS["reshape_and_cache"].writes(arguments)[name]
+        mask = CARDS["reshape_and_cache"].written(arguments)[name]
         assert mask is not None
         assert mask.nonzero().tolist() == [[1, 1]]
-    assert DEFINITIONS["rms_norm"].writes({"x": scale, "out": scale}) == {"out": None}
-    assert DEFINITIONS["route_and_align"].writes({"ticket": scale}) == {"ticket": None}
+    assert CARDS["rms_norm"].written({"x": scale, "out": scale}) == {"out": None}
+    assert CARDS["route_and_align"].written({"ticket": scale}) == {"ticket": None}

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatch, UnifiedBatchItem
+from paged import KvCacheHandle, PagedKvCacheConfig, PagedKvCacheManager, UnifiedBatchItem
 from paged.cache.events import BlockRemoved, BlocksStored, CacheEvent
-from paged.forward_step import forward_step
 from paged.seq_id import as_namespace
+from paged.step.batch_step import step_of
 from tests.cache.snapshot import published_hashes
 
 BLOCK = 4
@@ -56,7 +56,7 @@ class Cache:
         """One forward of one sequence."""
         item = UnifiedBatchItem(handle.cache_id, tokens, kv_cache=handle, pos_offset=handle.num_tokens)
         known = [*self.tokens[handle], *tokens]
-        with forward_step(self.manager, UnifiedBatch([item])) as step:
+        with step_of(self.manager, [item]) as step:
             for layer in self.layers:
                 rows = self.expected(handle.namespace, layer, known)[handle.num_tokens :]
                 _, slots = step.metadata.table(self.manager.table_of(layer))
@@ -97,7 +97,7 @@ class Cache:
         assert count == len(self.tokens[handle])
         for layer in self.layers:
             table = self.manager.table_of(layer)
-            has_window = tables[table].sliding_window is not None
+            has_window = tables[table].most_seen is not None
             start = handle.blocks[table :: len(tables)][: -(-count // BLOCK)].count(0) * BLOCK if has_window else 0
             key, value = self.manager.read_kv(handle, layer, start, count - start)
             expected = self.expected(handle.namespace, layer, self.tokens[handle])[start:]

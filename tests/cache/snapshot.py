@@ -13,14 +13,14 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
     manager.check_integrity()
     pool, index = manager._pool, manager._prefixes.index
     held = {block for handle in manager.handles() for block in handle.blocks} | set(index.published)
-    host = manager._swap.pool
+    host = manager._swap.shelf.pool
     return {
         # Of the order of sequences nothing depends; one whose `free` failed is the newest.
         "handles": {handle.cache_id: (handle, _state(handle)) for handle in manager.handles()},
         "free": (list(pool._free), list(pool.cached), dict(pool._extra_references)),
         "host": (list(host._free), manager._swap.num_sequences),
         "published": (dict(index._hash_of), dict(index._block_of)),
-        "other_tables": index.other_tables and (dict(index.other_tables.locations), index.other_tables.rows.tolist()),
+        "beside": (dict(index.locations), index.rows.tolist()),
         "serials": {block: int(index._serials[block]) for block in index.published},
         "roots": {name: (one.hash, one.serial, one.num_blocks) for name, one in index._roots.items()},
         "roots by block": {
@@ -43,8 +43,7 @@ def comparable(parts: dict[str, Any]) -> dict[str, Any]:
 def published_hashes(manager: PagedKvCacheManager) -> dict[int, int | bytes]:
     """The hash of every published block; blocks of further tables have that of the first table's block."""
     index = manager._prefixes.index
-    locations = {} if index.other_tables is None else index.other_tables.locations
-    return {block: index._hash_of[locations.get(block, (block, 0))[0]] for block in index.published}
+    return {block: index._hash_of[index.locations.get(block, (block, 0))[0]] for block in index.published}
 
 
 def _state(handle: KvCacheHandle) -> Any:

@@ -81,7 +81,6 @@ def test_an_evicted_block_never_leaves_half_a_prefix(cache: Cache) -> None:
             block = first.blocks[table::2][index]
             cache.free(first)
             cache.manager._prefixes._forget_evicted([block])
-            cache.manager._pool.unpublished([block])
             cache.manager.check_integrity()
             second = cache.run("again", [*prompt, 7])
             # A hit of n blocks needs those of the window that holds its last WINDOW - 1 tokens.

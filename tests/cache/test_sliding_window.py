@@ -102,6 +102,46 @@ def test_a_hit_takes_only_what_windows_see(device: torch.device) -> None:
     cache.check()
 
 
+CHUNK = 80
+
+
+class Chunked(CacheGroup):
+    """Layers whose tokens see the tokens of their own chunk."""
+
+    @property
+    def most_seen(self) -> int | None:
+        return CHUNK
+
+    def first_seen_block(self, num_tokens: int, block_size: int) -> int:
+        return num_tokens // CHUNK * CHUNK // block_size
+
+
+@pytest.mark.parametrize("host_cache_bytes", [0, 1 << 20])
+def test_a_group_may_have_another_rule_than_a_window(host_cache_bytes: int, device: torch.device) -> None:
+    """A prefix that ends with a chunk needs no block of it; one within a chunk needs the blocks from its start on."""
+    groups = [CacheGroup((0,)), Chunked((1,))]
+    cache = Cache(device=device, num_blocks=200, groups=groups, host_cache_bytes=host_cache_bytes)
+    num_before = CHUNK // BLOCK
+    first = cache.begin("a", [])
+    for start in range(0, 150, 10):
+        cache.feed(first, range(start, start + 10))
+    assert [bool(block) for block in first.blocks[1::2]] == [False] * num_before + [True] * (38 - num_before)
+    cache.check()
+    cache.free(first)
+    assert cache.manager.evict(num_before) == num_before  # the chunk's blocks were freed first
+    border = cache.begin("b", [*range(CHUNK), 900])
+    assert border.num_cached_tokens == CHUNK
+    assert not any(border.blocks[1::2])
+    cache.free(border)
+    if host_cache_bytes:
+        cache.manager.evict(200)
+    within = cache.begin("c", range(150))
+    assert within.num_cached_tokens == 148
+    assert [bool(block) for block in within.blocks[1::2]][: 148 // BLOCK] == [False] * num_before + [True] * 17
+    assert cache.manager.stats().host_loaded_blocks == (37 + 17 if host_cache_bytes else 0)
+    cache.check()
+
+
 @pytest.mark.parametrize(("family", "num_blocks"), [("mistral", 12), ("gemma3", 13), ("gpt_oss", 13)])
 @pytest.mark.thorough
 def test_generates_like_transformers_in_bounded_room(family: str, num_blocks: int, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError, OutOfBlocksError, SequenceTooLongError
-from paged.batch import KvSlotRequest
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.copy_blocks import BlockCopy
+from paged.step.batch import KvSlotRequest
 from tests.cache.snapshot import snapshot as whole_snapshot
 
 

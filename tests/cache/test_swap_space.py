@@ -5,8 +5,15 @@ import json
 import pytest
 import torch
 
-from paged import PagedAttentionExecutor, PagedExecutorConfig, StaleHandleError
-from paged.batch import DecodeInput, KvSlotRequest, PrefillInput, UnifiedBatch, UnifiedBatchItem
+from paged import (
+    CacheGroup,
+    PagedAttentionExecutor,
+    PagedExecutorConfig,
+    PagedKvCacheConfig,
+    PagedKvCacheManager,
+    StaleHandleError,
+)
+from paged.step.batch import DecodeInput, KvSlotRequest, PrefillInput, UnifiedBatch, UnifiedBatchItem
 from tests.cache.prefix_cache import Cache
 
 
@@ -68,3 +75,21 @@ def test_executors_refuse_one_that_is_out_and_serve_it_again(device: torch.devic
     executor.decode(inputs[1])
     manager.swap_in(handles[0])
     assert torch.equal(executor.decode(inputs[0]).logits, expected)
+
+
+def test_blocks_that_come_back_are_published_in_all_tables() -> None:
+    """The first position stays on the device, shared; the others were evicted meanwhile."""
+    groups = [CacheGroup((0,)), CacheGroup((1,), head_dim=8, v_head_dim=4), CacheGroup((2,), head_dim=4)]
+    config = PagedKvCacheConfig(
+        3, 1, 8, block_size=4, num_blocks=40, num_swap_blocks=30, groups=groups, dtype=torch.float32, device="cpu"
+    )
+    manager, prompt = PagedKvCacheManager(config), list(range(13))
+    assert len(config.tables) > 1
+    handle = manager.allocate("a", token_ids=prompt)
+    manager.reserve([KvSlotRequest("a", 13)]).commit([prompt])
+    manager.truncate(manager.fork(handle, "b"), 4)
+    manager.swap_out(handle)
+    manager.evict(40)
+    manager.swap_in(handle)
+    assert manager.allocate("c", token_ids=prompt).num_tokens == 12
+    manager.check_integrity()

@@ -8,10 +8,10 @@ import torch
 from paged import InvalidInputError, KvCacheHandle
 from paged.cache import tensors
 from paged.cache.groups import CacheGroup
-from paged.kernels.common.device import default_device
-from paged.kernels.common.reference import to_float8
+from paged.kernels.core.device import default_device
 from paged.models.loading.load_options import LoadOptions
 from tests.cache.random_kv import make_manager
+from tests.float64 import to_float8
 from tests.tolerance import assert_within
 
 GROUPS = (CacheGroup((0,), 2, 8), CacheGroup((1, 2), 1, 4, 6, sliding_window=5), CacheGroup((3,), 3, 2))

@@ -10,9 +10,9 @@ import torch
 
 import paged.cache.tensors
 from paged import UnsupportedError, copy_blocks
-from paged.batch import KvSlotRequest
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.copy_blocks import BlockCopy
+from paged.step.batch import KvSlotRequest
 from tests.cache.random_kv import assert_holds, grow, make_manager
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import captured, kinds

@@ -9,7 +9,8 @@ import torch
 
 import paged
 from paged import UnsupportedError
-from paged.bench.operations import DEFINITIONS, map_tensors
+from paged.bench.cards.arguments import map_tensors
+from paged.bench.cards.cards import CARDS
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import captured, double, kinds
 from tests.interop.test_custom_ops import small_call
@@ -120,7 +121,7 @@ def test_the_page_lists_every_operation() -> None:
 def test_a_graph_gives_what_the_call_gives(name: str, cuda: EmulatedCuda) -> None:
     """As the page says: a replay gives the call's results, or the capture is refused."""
     arguments = map_tensors(lambda tensor: tensor.to("cuda"), small_call(name, torch.device("cpu")))
-    expected = DEFINITIONS[name].call(map_tensors(torch.clone, arguments))  # also compiles
+    expected = CARDS[name].call(map_tensors(torch.clone, arguments))  # also compiles
     returned: list[Any] = []
 
     def run() -> None:
@@ -132,6 +133,6 @@ def test_a_graph_gives_what_the_call_gives(name: str, cuda: EmulatedCuda) -> Non
         return
     captured(run).replay()
     assert kinds(cuda) == []
-    found = DEFINITIONS[name].results(arguments, returned[0])
+    found = CARDS[name].results(arguments, returned[0])
     for result, want in expected.items():
         assert torch.equal(found[result].double().nan_to_num(7), want.double().nan_to_num(7)), result

@@ -17,7 +17,7 @@ from tests.models.lora.folders import Adapter
 
 BLOCK = 4
 # Where a step waits for the tokens it chose, once; before that for all drafts of a draft model, once.
-WAITS, WAITS_FOR_DRAFTS = "paged/staging.py:", "executors/speculation/drafting.py:"
+WAITS, WAITS_FOR_DRAFTS = "paged/step/staging.py:", "executors/speculation/drafting.py:"
 SAMPLED: dict[str, Any] = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "min_tokens": 2,
     "logit_bias": {5: 1.0}, "logprobs": 2,
@@ -147,10 +147,12 @@ def expected_tokens(folder: Path, prompts: list[list[int]], params: SamplingPara
         return tokens_of(engine.generate(prompts, params, progress=False))
 
 
-def test_answers_are_right(folder: Path) -> None:
+@pytest.mark.parametrize("canaries", ["0", pytest.param("1", marks=pytest.mark.thorough)])
+def test_answers_are_right(canaries: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks, decodes from graphs prepared ahead, and swap, every kernel run: the tokens of PyTorch alone."""
     prompts, params = [tokens(length, seed=length) for length in (4, 9, 3)], replace(GREEDY, max_tokens=4)
     expected = expected_tokens(folder, prompts, params)
+    monkeypatch.setenv("PAGED_CANARY", canaries)
     with EmulatedCuda(num_sms=2) as cuda:
         executor = executor_of(folder, num_blocks=5, num_swap_blocks=8, cuda_graphs=[2])
         executor.model.graphs.capture()  # type: ignore[attr-defined]

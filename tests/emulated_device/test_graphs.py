@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from paged.errors import UnsupportedError
 from paged.kernels.sampling.sample_tokens import sample_tokens
 from paged.models.loading.load_options import LoadOptions
@@ -17,6 +16,7 @@ from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.registry import _load, load_model
+from paged.step.batch import DrawToken, FullLogits, GreedyArgmax, LogitsPolicy, UnifiedBatchItem, VerifyLogits
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 from tests.models.generic.test_modules import ALL

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from paged.errors import InvalidInputError
-from paged.kernels.common.compilation import run_compiled
-from paged.kernels.common.launch import launch
+from paged.kernels.core.launch import launch, run_compiled
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from tests.emulated_device.emulator.device import EmulatedCuda

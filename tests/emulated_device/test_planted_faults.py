@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import paged.staging
+import paged.step.staging
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.copy_blocks import BlockCopy
@@ -25,7 +25,7 @@ def kinds(machine: EmulatedCuda) -> set[str]:
 
 def send_numbers() -> None:
     for first in (1, 100):
-        paged.staging.to_device((np.arange(first, first + 9),), torch.device("cuda:0"))
+        paged.step.staging.to_device((np.arange(first, first + 9),), torch.device("cuda:0"))
 
 
 def send_pairs() -> None:
@@ -39,9 +39,9 @@ def send_pairs() -> None:
 def test_a_staging_buffer_is_used_again_too_early(
     send: Callable[[], None], is_planted: bool, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda
 ) -> None:
-    monkeypatch.setattr(paged.staging, "_NUM_BUFFERS", 1)
+    monkeypatch.setattr(paged.step.staging, "_NUM_BUFFERS", 1)
     if is_planted:
-        monkeypatch.setattr(paged.staging._StreamEvent, "synchronize", lambda event: None)
+        monkeypatch.setattr(paged.step.staging._StreamEvent, "synchronize", lambda event: None)
     send()
     torch.cuda.synchronize()
     assert kinds(cuda) == ({"host memory in flight"} if is_planted else set())

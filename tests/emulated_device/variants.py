@@ -27,14 +27,14 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import ir, make_backend
 
 from paged.bench.compilation.ahead import Variant
-from paged.bench.compilation.case import TARGETS
 from paged.bench.compilation.compile import all_cases, sources
+from paged.bench.compilation.machine_code import GPU_TARGETS
 
 if TYPE_CHECKING:
     from tests.emulated_device.emulator.device import EmulatedCuda
 
 CLEAN = Path(__file__).with_name("clean.txt")
-TARGET = TARGETS["sm_90"]
+TARGET = GPU_TARGETS["sm_90"]
 # What is compiled of a Triton whose kernels have not been recorded.
 SAMPLE = "tests/kernels/layers"
 # Of an H100, so that what fits it is seen; an H200 differs in that alone.
@@ -104,7 +104,7 @@ def key_of(kernel: Any) -> str:
 
 def tests_of(modules: Iterable[str]) -> list[str]:
     """The tests that launch the kernels of modules such as paged.kernels.moe.gemv."""
-    families = {module.replace(".common.attention", ".attention").split(".")[2] for module in modules}
+    families = {module.split(".")[2] for module in modules}
     return [*sorted(f"tests/kernels/{family}" for family in families), *STEPS]
 
 

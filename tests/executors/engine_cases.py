@@ -9,12 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams, UnifiedBatch
+from paged import Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
 from paged.executors.closed_form import expected_logits
 from paged.executors.model_executor import ModelExecutor
 from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import RecallPrompt, sample_prompts
 from paged.serving.command_line.cli import RECALL
+from paged.step.step import Step
 from tests.deadline import HANG_S
 from tests.executors.oracle import make_executor
 
@@ -79,15 +80,15 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def spy(monkeypatch: pytest.MonkeyPatch, executor: Any, before: Callable[[UnifiedBatch], None]) -> None:
-    """Calls `before` with every batch that goes to the executor."""
-    forward = executor.unified_decode
+def spy(monkeypatch: pytest.MonkeyPatch, executor: Any, before: Callable[[Step], None]) -> None:
+    """Calls `before` with every step that the executor runs."""
+    forward = executor._run
 
-    def unified_decode(batch: UnifiedBatch) -> Any:
-        before(batch)
-        return forward(batch)
+    def run(step: Step) -> Any:
+        before(step)
+        return forward(step)
 
-    monkeypatch.setattr(executor, "unified_decode", unified_decode)
+    monkeypatch.setattr(executor, "_run", run)
 
 
 class StepGate:
@@ -99,7 +100,7 @@ class StepGate:
         self._is_waiting, self._permits = threading.Event(), threading.Semaphore(0)
         spy(monkeypatch, executor, self._wait)
 
-    def _wait(self, _: UnifiedBatch) -> None:
+    def _wait(self, _: Step) -> None:
         if not self._is_open:
             self._is_waiting.set()
             assert self._permits.acquire(timeout=HANG_S)

@@ -1,16 +1,54 @@
-"""An executor with the five required calls alone."""
+"""Executors of others: with the five required calls alone, and with a cache manager."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from paged.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput
 from paged.executors.model_executor import ModelExecutor
+from paged.executors.paged_attention_executor import PagedAttentionExecutor
 from paged.executors.types import ExecutorCapabilities, ExecutorStatus, ModelInfo
 from paged.seq_id import SeqId
+from paged.step.batch import DecodeInput, DecodeOutput, PrefillInput, PrefillOutput, UnifiedBatch
 from tests.executors.parrot import INFO, Parrot, other_executor, parrot_logits
+
+
+class OtherExecutor(ModelExecutor):
+    """Another's executor with a cache manager: the oracle's, with `change` between it and who asks."""
+
+    def __init__(self, oracle: PagedAttentionExecutor, change: Callable[[Any], Any] = lambda rows: rows) -> None:
+        self._oracle, self._change = oracle, change
+        self.kv_manager = oracle.kv_manager
+
+    def info(self) -> ModelInfo:
+        return self._oracle.info()
+
+    def capabilities(self) -> ExecutorCapabilities:
+        return self._oracle.capabilities()
+
+    def status(self) -> ExecutorStatus:
+        return self._oracle.status()
+
+    def prefill(self, inputs: PrefillInput) -> PrefillOutput:
+        return self._oracle.prefill(inputs)
+
+    def decode(self, inputs: DecodeInput) -> DecodeOutput:
+        return self._oracle.decode(inputs)
+
+    def truncate_kv(self, kv_cache: Any, new_len: int) -> None:
+        self._oracle.truncate_kv(kv_cache, new_len)
+
+    def release_cache(self, seq_id: SeqId) -> None:
+        self._oracle.release_cache(seq_id)
+
+    def supports_native_unified_decode(self) -> bool:
+        return True
+
+    def unified_decode(self, batch: UnifiedBatch) -> list[torch.Tensor | None]:
+        return self._change(self._oracle.unified_decode(batch))
 
 
 class MinimalExecutor(ModelExecutor):

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from paged.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.executors.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
-from paged.forward_step import ForwardStep
+from paged.step.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem
+from paged.step.step import Step
 from tests.tolerance import assert_close
 
 _OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype", "groups", "host_cache_bytes")
@@ -19,7 +19,7 @@ _OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "
 class EchoExecutor(PagedAttentionExecutor):
     """Writes no K/V and answers with each token's own embedding, so that a random schedule takes milliseconds."""
 
-    def _attend(self, step: ForwardStep) -> torch.Tensor:
+    def _attend(self, step: Step) -> torch.Tensor:
         assert len(step.metadata.slot_mapping) == len(step.input_ids)
         return self._embed(step.input_ids).flatten(1)
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from paged.batch import UnifiedBatchItem
 from paged.errors import UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
 from paged.executors.types import ModelInfo
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.seq_id import SeqId
+from paged.step.batch import UnifiedBatchItem
 
 VOCAB = 61
 INFO = ModelInfo(

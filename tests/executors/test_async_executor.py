@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from paged.batch import PrefillInput, PrefillOutput
 from paged.errors import UnsupportedError
 from paged.executors.async_executor import AsyncModelExecutor
 from paged.executors.model_executor import ModelExecutor
+from paged.step.batch import PrefillInput, PrefillOutput
 from tests.deadline import HANG_S
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.executors.oracle import batch, prompt, step

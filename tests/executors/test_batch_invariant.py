@@ -17,11 +17,11 @@ from paged import (
     UnifiedBatchItem,
     UnsupportedError,
 )
-from paged.batch import VerifyLogits
 from paged.executors.requests import request
 from paged.executors.speculation.prompt_lookup import PromptLookup
-from paged.kernels.common import device
-from paged.kernels.common.torch_ops import linear
+from paged.kernels.core import device
+from paged.kernels.cpu import products
+from paged.step.batch import VerifyLogits
 from tests.backends import needs_numba
 from tests.executors.oracle import make_executor, prompt
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -34,6 +34,9 @@ IN_ONE_FORWARD: dict[str, tuple[str, dict[str, Any]]] = {
     "experts and a shared MLP": ("ernie4_5_moe", {}),
     "int8": ("llama", {"quantization": "int8"}),
     "int4": ("llama", {"quantization": "int4"}),
+    "int4 experts": ("qwen3_moe", {"quantization": "int4"}),
+    "int8 experts and a gated MLP": ("qwen2_moe", {"quantization": "int8"}),
+    "groups of experts": ("dots1", {}),
 }
 # Experts, states and latents have kernels of their own.
 OTHERS = ("qwen3_moe", "qwen3_next", "deepseek_v3", "gemma3")
@@ -70,7 +73,9 @@ def save(name: str, folder: Path) -> dict[str, Any]:
     family, options = IN_ONE_FORWARD[name]
     config = FAMILIES[family]
     if options:
-        config.intermediate_size = 192  # full blocks of 64 columns
+        for name_of_size in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            if hasattr(config, name_of_size):
+                setattr(config, name_of_size, 192)  # full blocks of 64 columns
     save_checkpoint(config, folder)
     return options
 
@@ -141,6 +146,7 @@ def numba_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ("plain", torch.float32, 8, [64]),
         ("experts", torch.bfloat16, 8, [64]),
         ("int8", torch.float32, 8, [64]),
+        ("int8 experts and a gated MLP", torch.bfloat16, 8, [64]),
         *(
             pytest.param(name, dtype, 150, [16, 64, 4096], marks=pytest.mark.thorough)
             for name in IN_ONE_FORWARD
@@ -167,20 +173,20 @@ def test_experts(tmp_path: Path) -> None:
     check(tmp_path, torch.float32, 20, [64])
 
 
-@pytest.mark.skipif(linear._multiply is None, reason="no oneDNN")
+@pytest.mark.skipif(products._multiply is None, reason="no oneDNN")
 @pytest.mark.parametrize("invariant", [True, False])
 @pytest.mark.parametrize("is_packed", [pytest.param(True, marks=needs_numba), False])
 def test_a_product_that_depends_on_its_rows(
     llama_folder: Path, numba_kernels: None, is_packed: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As tiles chosen by the number of rows do, in the last bits."""
-    multiply = linear._multiply
+    multiply = products._multiply
 
     def product(x: torch.Tensor, *rest: Any) -> torch.Tensor:
         return multiply(x, *rest) * (1 + len(x) * 2.0**-22)
 
-    monkeypatch.setattr(linear, "_HAS_INTEL_MKL", False)
-    monkeypatch.setattr(linear, "_multiply", product)
+    monkeypatch.setattr(products, "_HAS_INTEL_MKL", False)
+    monkeypatch.setattr(products, "_multiply", product)
     given = requests(4)
     executor = LlmExecutor.from_pretrained(
         llama_folder, dtype=torch.float32, block_size=8, num_blocks=100, progress=False
@@ -195,9 +201,9 @@ def test_a_product_that_depends_on_its_rows(
 @pytest.mark.parametrize(
     ("name", "module", "function"),
     [
-        ("experts", "common.numba_ops.linear", "grouped_linear"),
-        ("int8", "common.packed.numba_ops.block_product", "int8_product"),
-        ("int4", "common.packed.numba_ops.block_product", "code_product"),
+        ("experts", "cpu.layers.linear", "grouped_linear"),
+        ("int8", "cpu.quantization.block_product", "int8_product"),
+        ("int4", "cpu.quantization.block_product", "code_product"),
     ],
 )
 def test_checks_see_products_that_depend_on_their_rows(

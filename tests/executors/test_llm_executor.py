@@ -8,13 +8,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from paged.batch import GreedyArgmax, VerifyLogits
 from paged.errors import CheckpointError, SequenceTooLongError
 from paged.executors import llm_executor
 from paged.executors.llm_executor import LlmExecutor
 from paged.executors.model_executor import ExecutorShutDownError
 from paged.models.paged_lm import PagedCausalLM
 from paged.seq_id import SeqId
+from paged.step.batch import GreedyArgmax, VerifyLogits
 from tests.executors.oracle import chunk, forward, item, prompt, step
 from tests.executors.parrot import VOCAB, Parrot, other_executor
 from tests.models.families import assert_same_logits
@@ -72,8 +72,8 @@ def test_a_batch_is_one_forward(llama: LlmExecutor, want: Want, monkeypatch: pyt
     """Of mixed items, of prompts or of decodes."""
     assert llama.supports_native_unified_decode()
     forward(llama, item("a", TOKENS[:8]), chunk("b", TOKENS[:5]), item("e", TOKENS[:6]))
-    calls = Mock(wraps=llama.model.unified_forward)
-    monkeypatch.setattr(llama.model, "unified_forward", calls)
+    calls = Mock(wraps=llama.model.run)
+    monkeypatch.setattr(llama.model, "run", calls)
     a, b, none, token, verified = forward(
         llama,
         item("a", [TOKENS[8]], 8),

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paged import AsyncEngine, AsyncModelExecutor, Engine, EngineConfig, LlmExecutor, RequestOutput, SamplingParams
-from paged.batch import UnifiedBatchItem
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.executors.model_executor import ExecutorShutDownError
+from paged.step.batch import UnifiedBatchItem
 from tests.executors.engine_cases import StepGate
 from tests.executors.oracle import forward, item, make_executor, prompt, step
 from tests.executors.parrot import Parrot, other_executor
@@ -66,7 +66,7 @@ def test_items_name_their_adapter(executor: LlmExecutor, load: Load, folders: di
     executor.load_lora("other", folders["french"])
     assert executor.list_loras() == ("french", "other")
     executor.unload_lora("other")
-    with pytest.raises(InvalidInputError, match="'french': 1 sequences hold it"):
+    with pytest.raises(InvalidInputError, match="'french': 1 sequences use it"):
         executor.unload_lora("french")
     (french,) = forward(executor, item("a", IDS[8:], 8))
     assert_same_logits(french, merged.prefill(prompt(IDS)).logits[0, 0].cpu())

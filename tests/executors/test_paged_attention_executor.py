@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import FullLogits, GreedyArgmax, PrefillInput, VerifyLogits
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError
 from paged.executors.closed_form import expected_logits
 from paged.executors.paged_attention_executor import PagedAttentionExecutor, PagedExecutorConfig
+from paged.step.batch import FullLogits, GreedyArgmax, PrefillInput, VerifyLogits
 from tests.executors.oracle import check_logits, chunk, forward, item, make_executor, prompt, step
 from tests.tolerance import assert_within
 

@@ -110,11 +110,12 @@ def test_a_wrong_state_shows(embedding: str, fault: str | None) -> None:
     manager, layer = executor.kv_manager, executor.kv_manager.state(executor.config.num_layers - 1)
     ids = STEM[:20]
     handle, other = (executor.prefill(prompt(one)).kv_cache for one in (ids, PROMPTS[2][::-1]))
-    slot, wrong = (one._state.slot for one in (handle, other))
+    states = manager._kinds[-1]
+    slot, wrong = (states.get(one._state).slot for one in (handle, other))
     tensors = [tensor for tensor in vars(layer).values() if tensor is not None]
     kept = [tensor[slot].clone() for tensor in tensors]
     check_logits(executor, executor.decode(step(handle, 3)).logits[0], [*ids, 3])
-    slot = handle._state.slot
+    slot = states.get(handle._state).slot
     for tensor, old in zip(tensors, kept, strict=True):
         if fault:
             tensor[slot] = {"zeroed": torch.zeros_like(old), "stale": old, "another's": tensor[wrong].clone()}[fault]

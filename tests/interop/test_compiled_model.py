@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.batch import UnifiedBatchItem
 from paged.cache.manager import PagedKvCacheManager
 from paged.models.layers.attention import HeldCaches
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
+from paged.step.batch import UnifiedBatchItem
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 
 

@@ -10,8 +10,8 @@ from torch.utils._pytree import register_dataclass, tree_leaves, tree_map_only
 
 import paged
 from paged import RecurrentState
-from paged.bench.moe.formats import NVFP4
-from paged.bench.moe.formats import quantize as quantize_experts
+from paged.bench.problems.formats import NVFP4
+from paged.bench.problems.formats import quantize as quantize_experts
 from paged.kernels.quantization.quantize import quantize
 from tests.fuzz.kernels.kernel_calls import CALLS
 from tests.operations import OPERATIONS

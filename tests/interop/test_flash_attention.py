@@ -9,10 +9,11 @@ import torch
 
 from paged import InvalidInputError, UnsupportedError
 from paged.bench.attention.problem import Problem, make
+from paged.bench.cards.arguments import on_cpu
 from paged.interop import flash_attention, flash_attention_3, flash_attention_4
 from paged.interop.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
-from paged.kernels.attention import reference as attention_reference
-from paged.kernels.layers.reference import rotate
+from paged.kernels.attention.definition import paged_attention as attention_definition
+from paged.kernels.layers.definition import rotate
 from tests.kernels.attention.problem import with_weight_errors
 from tests.tolerance import assert_close, assert_within
 
@@ -33,7 +34,7 @@ def test_with_kvcache_reads_only(cache_seqlens: int | None, length: int, device:
     q, (k_cache, v_cache) = torch.randn(3, 1, 4, 16, device=device), torch.randn(2, 3, 9, 2, 16, device=device)
     lengths = {"cu_seqlens_q": torch.arange(4), "seq_lens": torch.full((3,), length)}
     table = torch.arange(3)[:, None]
-    want, _ = attention_reference.paged_attention(q.flatten(0, 1), k_cache, v_cache, block_table=table, **lengths)
+    want, _ = attention_definition(q.flatten(0, 1).cpu(), k_cache.cpu(), v_cache.cpu(), block_table=table, **lengths)
     out = torch.full_like(q, math.nan)
     result = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, causal=True, out=out)
     assert result.data_ptr() == out.data_ptr()
@@ -66,7 +67,7 @@ def test_8_bit_queries(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     assert out.dtype == torch.bfloat16
     call = {**problem, **wide, "k_scale": scales[0] * scales[1]}
     rounded = call | {"v_cache": with_weight_errors(wide["v_cache"].double(), out.dtype)}
-    want, with_errors = (attention_reference.paged_attention(**one)[0] for one in (call, rounded))
+    want, with_errors = (attention_definition(**on_cpu(one))[0] for one in (call, rounded))
     assert_close(out, want, rounded=with_errors)
     plain = flash_attn_varlen_func(*wide.values(), **_paged(problem), causal=True)
     assert torch.equal(flash_attn_varlen_func(*wide.values(), **arguments, causal=True), plain)
@@ -90,7 +91,9 @@ def test_8_bit_keys_are_added_to_8_bit_caches(
         table = [angles.cos().to(dtype), angles.sin().to(dtype)]
         rotary = dict(zip(("rotary_cos", "rotary_sin"), table, strict=True))
         positions = before[:, None] + torch.arange(2, device=device)
-        turned = [rotate(x.flatten(0, 1), positions.flatten(), torch.cat(table, 1).float(), True) for x in (q, k)]
+        turned = [
+            rotate(x.flatten(0, 1), positions.flatten(), torch.cat(table, 1).float(), interleaved=True) for x in (q, k)
+        ]
         want_q, want_k = (x.view(2, 2, -1, 16).to(device) for x in turned)
         want_q = want_q.bfloat16().double()
     keys, values = (cache.double() for cache in caches)
@@ -103,10 +106,10 @@ def test_8_bit_keys_are_added_to_8_bit_caches(
         k_seq, v_seq = (
             x[seq] * scales[f"{y}_descale"][seq][:, None] for x, y in ((caches[0].double(), "k"), (values, "v"))
         )
-        ends = {"cu_seqlens_q": torch.tensor([0, 2]), "seq_lens": before[seq : seq + 1] + 2}
+        ends = {"cu_seqlens_q": torch.tensor([0, 2]), "seq_lens": before[seq : seq + 1].cpu() + 2}
         block = torch.zeros(1, 1, dtype=torch.long)
         want, with_errors = (
-            attention_reference.paged_attention(want_q[seq], k_seq[None], v_of[None], block_table=block, **ends)[0]
+            attention_definition(want_q[seq].cpu(), k_seq[None].cpu(), v_of[None].cpu(), block_table=block, **ends)[0]
             for v_of in (v_seq, with_weight_errors(v_seq, out.dtype))
         )
         assert_close(out[seq], want, rounded=with_errors)
@@ -298,7 +301,7 @@ def test_values_of_another_size_and_chunks(device: torch.device) -> None:
     q, k, v = (torch.randn(2, 9, heads, size, device=device) for heads, size in ((4, 24), (2, 24), (2, 40)))
     table = torch.arange(2, dtype=torch.int32, device=device)[:, None]
     offsets = torch.tensor([0, 9, 18], dtype=torch.int32, device=device)
-    want, want_lse = attention_reference.paged_attention(
+    want, want_lse = attention_definition(
         q.flatten(0, 1), k, v, block_table=table, cu_seqlens_q=offsets, seq_lens=lengths, attention_chunk_size=chunk
     )
     options: dict[str, Any] = {"causal": True, "attention_chunk": chunk}

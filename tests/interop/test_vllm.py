@@ -12,8 +12,8 @@ import torch
 import paged.interop
 from paged import UnsupportedError
 from paged.interop import fused_experts, reshape_and_cache_flash
-from paged.kernels.cache import reference as cache_reference
-from paged.kernels.moe import reference as moe_reference
+from paged.kernels.cache import definition as cache_definition
+from paged.kernels.moe import definition as moe_definition
 from tests.tolerance import assert_close
 
 
@@ -37,11 +37,11 @@ def test_cache_write(kv_cache_dtype: str, backend: str, device: torch.device) ->
     stored_as = torch.float32 if kv_cache_dtype == "auto" else torch.float8_e4m3fn
     k_cache, v_cache = (cache.to(stored_as) for cache in caches.unbind(0))
     used = {} if kv_cache_dtype == "auto" else {"k_scale": scales[0], "v_scale": scales[1]}
-    want = cache_reference.reshape_and_cache(key[:3], value[:3], k_cache, v_cache, slots, **used)
+    want = cache_definition.reshape_and_cache(key[:3], value[:3], k_cache, v_cache, slots, **used)
     given = (k_cache, v_cache) if kv_cache_dtype == "auto" else (k_cache.view(torch.uint8), v_cache.view(torch.uint8))
     reshape_and_cache_flash(key, value, *given, slots, kv_cache_dtype, *scales)
     for cache, expected in zip((k_cache, v_cache), want, strict=True):
-        assert_close(cache, expected.double())
+        assert_close(cache, expected)
 
 
 class _Activation(Enum):
@@ -61,7 +61,7 @@ def _experts(device: torch.device) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("inplace", [False, True])
 def test_experts(inplace: bool, backend: str, device: torch.device) -> None:
     arguments = _experts(device)
-    want = moe_reference.fused_moe(**arguments)
+    want = moe_definition.fused_moe(**arguments)
     unquantised = SimpleNamespace(quant_dtype=None, weight_quant_dtype=None, w1_bias=None, w2_bias=None)
     options = {"global_num_experts": 4, "quant_config": unquantised, "inplace": inplace}
     out = fused_experts(**arguments, activation=_Activation.SILU, **options)
@@ -74,14 +74,14 @@ def test_experts_of_gpt_oss(activation: Any, backend: str, device: torch.device)
     arguments = _experts(device)
     biases = {"w1_bias": torch.randn(2, 24, device=device), "w2_bias": torch.randn(2, 16, device=device)}
     options = {"activation": "swiglu_oai", "interleaved": activation != "swigluoai_uninterleave"}
-    want = moe_reference.fused_moe(**arguments, **biases, **options)
+    want = moe_definition.fused_moe(**arguments, **biases, **options)
     assert_close(fused_experts(**arguments, activation=activation, quant_config=SimpleNamespace(**biases)), want)
 
 
 def test_experts_without_gates(device: torch.device) -> None:
     arguments = _experts(device)
     arguments["w1"] = arguments["w1"][:, ::2].contiguous()
-    want = moe_reference.fused_moe(**arguments, activation="relu2")
+    want = moe_definition.fused_moe(**arguments, activation="relu2")
     assert_close(fused_experts(**arguments, activation="relu2_no_mul"), want)
 
 

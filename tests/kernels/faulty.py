@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from paged.kernels.common import operation
+from paged.bench.cards.arguments import Arguments
+from paged.bench.cards.card import Card
+from paged.kernels.core import operation
 from tests.headroom import unnoted
 
 
@@ -62,6 +64,12 @@ def turns_red(check: Callable[..., object], *arguments: Any) -> bool:
     except (AssertionError, IndexError):
         return True
     return False
+
+
+def exceeds_no_bound_twice(card: Card, arguments: Arguments) -> None:
+    """Compare all results with the definition by the bounds of `paged verify`, as planted faults are judged."""
+    for result in card.check(arguments).values():
+        assert not (result.shares() > 2).any(), result.name
 
 
 def _home_of(value: object) -> str | None:

@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import paged
-from paged.bench.compilation.case import EVERY_CASE, TARGETS, CompileCase
+from paged.bench.compilation.cases.case import EVERY_CASE, TARGETS, CompileCase
+from paged.bench.compilation.cases.launches import empty, launches_of
 from paged.bench.compilation.compile import (
     SHARED_LIMIT,
     Report,
@@ -31,10 +32,9 @@ from paged.bench.compilation.compile import (
     needs_compiling,
     problems,
 )
-from paged.bench.compilation.launches import empty, launches_of
-from paged.bench.compilation.machine_code import count, occupancy, read_code
-from paged.kernels.common.device import device_of
-from paged.kernels.common.errors import InvalidInputError
+from paged.bench.compilation.machine_code import GPU_TARGETS, count, occupancy, read_code
+from paged.kernels.core.device import device_of
+from paged.kernels.core.errors import InvalidInputError
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 
@@ -93,7 +93,7 @@ def test_only_early_launches_wait(target: str, options: dict[str, bool]) -> None
     case = next(case for case in all_cases() if case.kernel.fn.__name__ == "_merge_attn_states_kernel")
     constexprs = {(list(case.signature).index(name),): value for name, value in case.constexprs.items()}
     source = ASTSource(JITFunction(case.kernel.fn), case.signature, constexprs)
-    ptx = triton.compile(source, target=TARGETS[target], options=options).asm["ptx"]
+    ptx = triton.compile(source, target=GPU_TARGETS[target], options=options).asm["ptx"]
     found = re.findall(r"griddepcontrol\.\w+|(?:ld|st)\.global", ptx)
     waits = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"] if options else []
     assert found[: len(waits)] == waits

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from paged.batch import UnifiedBatchItem
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
+from paged.step.batch import UnifiedBatchItem
 from tests.models.families import assert_same_logits, forward, tokens
 
 

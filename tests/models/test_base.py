@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
 from paged.seq_id import SeqId
+from paged.step.batch import UnifiedBatchItem
 
 
 class Echo(DecoderOnlyLLM):

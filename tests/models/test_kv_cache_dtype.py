@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from paged.batch import UnifiedBatchItem
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
 from paged.models.families.network import Network
 from paged.models.layers.attention import Attention
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
+from paged.step.batch import UnifiedBatchItem
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_checkpoint, tokens
 from tests.tolerance import assert_rounded_alike
@@ -119,7 +119,9 @@ def test_every_family_has_every_name(family: str, tmp_path: Path) -> None:
     modules: set[str] = set()
     with safe_open(tmp_path / "model.safetensors", "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118
-            match = re.match(r"(.*\.(?:self_attn|mixer)\.)(?:k_proj|kv_a_proj_with_mqa|qkv_proj)\.weight", name)
+            match = re.match(
+                r"(.*\.(?:self_attn|attention|mixer)\.)(?:k_proj|kv_a_proj_with_mqa|qkv_proj)\.weight", name
+            )
             if match is not None:
                 modules.add(match[1])
     assert modules

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError, PagedError, SequenceTooLongError
-from paged.forward_step import ForwardStep
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
+from paged.step.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from paged.step.step import Step
 from tests.models.families import VOCAB_SIZE, tokens
 from tests.models.stepping import assert_same_results
 from tests.tolerance import assert_within
@@ -60,7 +60,7 @@ def test_the_last_layer_computes_what_is_read_alone(model: PagedCausalLM, monkey
     got = [model.unified_forward(batch) for batch in batches]
     assert counts == [[21, 5, 14], [1, 0, 4]]
     model.reset()
-    monkeypatch.setattr(ForwardStep, "outputs", None)
+    monkeypatch.setattr(Step, "outputs", None)
     want = [model.unified_forward(batch) for batch in batches]
     assert counts[1][3:] == [21, 5, 14]
     for results, expected in zip(got, want, strict=True):

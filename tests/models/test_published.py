@@ -38,7 +38,7 @@ _MOST = options(
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
     moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2 block_ff_dim=96
     mamba_num_heads=8 mamba_head_dim=16 ssm_state_size=16 mamba_d_state=16 index_topk=16
-    moe_latent_size=16 expert_hidden_dim=32"""
+    moe_latent_size=16 expert_hidden_dim=32 num_expert_group=4 num_experts_per_token=3"""
 )
 
 # Families whose layers others have too.
@@ -69,7 +69,8 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     pattern = values.get("hybrid_override_pattern", "")
     kinds = list(pattern) or values.get("layers_block_type")
     if kinds is None:
-        kinds = values.get("layer_types", [""] * 5 + ["seen"] if model_type == "gemma3_text" else [])
+        every_sixth = ["", "", "", "", "", "seen"] if model_type in ("bailing_hybrid", "gemma3_text") else []
+        kinds = values.get("layer_types", every_sixth)
     layers = max([4, *(1 + kinds.index(kind) for kind in kinds)])
     if values.get("num_kv_shared_layers"):
         layers, own["num_kv_shared_layers"] = 2 * layers, layers
@@ -86,6 +87,14 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
             own["num_key_value_heads"] = kv_heads
         if "swa_num_key_value_heads" in values:
             own |= {"swa_num_key_value_heads": 2 * kv_heads, "swa_num_attention_heads": own["num_attention_heads"]}
+    if model_type == "glm5_next_text":
+        own |= {"index_topk": 64, "linear_num_heads": 4, "linear_head_dim": 16}  # `index_topk` limits a sequence
+    if "linear_attn_config" in values:
+        linear = values["linear_attn_config"]
+        kept = {key: [one for one in linear[key] if one <= layers] for key in ("full_attn_layers", "kda_layers")}
+        own["linear_attn_config"] = linear | kept | {"num_heads": 4, "head_dim": 16}
+    if "attn_layer_indices" in values:
+        own["attn_layer_indices"] = [1]
     if model_type == "olmo_hybrid":
         own |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     is_derived = head_dim is None or model_type in ("cohere2", "helium")
@@ -93,7 +102,7 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
     count = own.get("num_attention_heads", 4)  # of which transformers takes multiples alone
     own["hidden_size"] = count * size if is_derived or 64 % count else 64
     if "mamba_n_heads" in values:
-        of_heads = min(values.get("mamba_d_ssm", values["mamba_expand"] * own["hidden_size"]), 1536)
+        of_heads = values.get("mamba_d_ssm", values["mamba_expand"] * own["hidden_size"])
         own["mamba_n_heads"], own["mamba_d_head"] = 8, of_heads // 8
     return own
 
@@ -233,8 +242,12 @@ _ROPES: list[dict[str, Any]] = [
 _ROPE_KEYS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
 
 
-# Of these families transformers reads `rope_parameters` alone. Later models of MiMo-V2 have another rope_theta.
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("laguna", "mimo_v2_flash")])
+# Of Laguna and LFM3 transformers reads `rope_parameters` alone. Later models of MiMo-V2 have another rope_theta. Ling's
+# original length is transformers' default, whatever the file says.
+_OTHER_ROTATIONS = ("bailing_hybrid", "laguna", "lfm3", "mimo_v2_flash")
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in _OTHER_ROTATIONS])
 @pytest.mark.thorough
 def test_rotations_mean_what_transformers_makes_of_them(name: str) -> None:
     """What says nothing of some of their numbers takes the family's."""

@@ -53,7 +53,10 @@ def test_answers_held_out_prompts(
 
 
 def test_a_layer_is_few_calls_of_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer of a decode step, in PyTorch: 43. The first one also prepares the step."""
+    """The last layer of a decode step by definitions: 77, one for each piece of a formula.
+
+    The first layer also prepares the step.
+    """
     monkeypatch.setenv("PAGED_BACKEND", "torch")
     executor = LlmExecutor.from_pretrained(RECALL, num_blocks=8)
     root = Path(paged.__file__).resolve().parent.parent
@@ -77,4 +80,4 @@ def test_a_layer_is_few_calls_of_functions(monkeypatch: pytest.MonkeyPatch) -> N
             executor.unified_decode(UnifiedBatch([UnifiedBatchItem(0, [5], pos_offset=position)]))
         finally:
             sys.setprofile(None)
-    assert 20 < calls[-2] <= 60
+    assert 20 < calls[-2] <= 90

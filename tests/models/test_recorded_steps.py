@@ -1,19 +1,20 @@
 """Decode steps on a CPU: recordings of numba's loops, and what is said of those that cannot be recorded."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from paged import Engine, EngineConfig, SamplingParams
 from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
-from paged.kernels.common.numba_ops.thread_times import seconds_saved_alone
-from paged.kernels.quantization.cpu_product import this_cpu
+from paged.kernels.cpu.products import this_cpu
+from paged.kernels.cpu.recording import Recording
 from paged.models import step_graphs
-from paged.models.paged_lm import PagedCausalLM
-from paged.models.step_graphs import graph_recorder
+from paged.models.step_graphs import capture_for
+from paged.models.step_threads import StepThreads
 from tests.backends import needs_numba
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
 from tests.models.stepping import begin, decode, make
@@ -70,8 +71,8 @@ def test_products_of_packed_weights_are_recorded(name: str, form: str, tmp_path:
 @pytest.mark.parametrize(
     "name",
     [
-        *("cohere2", "gemma2", "gemma4_moe", "glm4_moe", "gpt_oss", "llama4", "mimo_v2_flash", "ministral3"),
-        *("nemotron_h", "qwen3_moe", "qwen3_next"),
+        *("cohere2", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "gpt_oss", "hunyuan_v1_dense", "llama4"),
+        *("mimo_v2_flash", "ministral3", "nemotron_h", "qwen3_moe", "qwen3_next"),
     ],
 )
 def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
@@ -87,77 +88,40 @@ def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, 
 
 @by_numba
 class TestThreads:
-    """Recorded steps that one thread runs sooner than two, by times that a function stands in for."""
+    """Recorded steps that take twice as long on two threads, by a clock that stands in."""
 
-    @pytest.fixture(autouse=True)
-    def _two_threads(self) -> Iterator[None]:
+    @pytest.fixture
+    def counts(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+        """Numbers of threads of the steps."""
+        counts: list[int] = []
+        repeat_recording = Recording.repeat
+
+        def repeat(recording: Recording) -> bool:
+            counts.append(torch.get_num_threads())
+            return repeat_recording(recording)
+
+        monkeypatch.setattr(Recording, "repeat", repeat)
+        monkeypatch.setattr(step_graphs, "StepThreads", lambda: StepThreads(lambda: 1e-3 * sum(counts)))
         before = torch.get_num_threads()
         torch.set_num_threads(2)
-        yield
+        yield counts
         torch.set_num_threads(before)
 
-    def counts(self, model: PagedCausalLM) -> list[int]:
-        """Numbers of threads of the steps to come."""
-        counts: list[int] = []
-        for shape, replay in model.graphs._replays.items():
-
-            def replay_noted(replay: Callable[[], None] = replay) -> None:
-                counts.append(torch.get_num_threads())
-                replay()
-
-            model.graphs._replays[shape] = replay_noted
-        return counts
-
-    @pytest.mark.parametrize(
-        ("saved", "expected"),
-        [
-            ([1e-3, -1e-3, None], [1, 1, 2, 2]),  # up to 32 keys, the half of 64
-            ([1e-3, 1e-3, 1e-3, -1e-3, -1e-3], [1, 1, 1, 1]),  # of two sequences up to 64
-            ([-1e-3], [2, 2, 2, 2]),
-            ([None], [2, 2, 2, 2]),  # other processes disturbed every run
-            ([1e-3, None], [2, 2, 2, 2]),
-        ],
-    )
-    def test_small_steps_run_on_one(
-        self,
-        saved: list[float | None],
-        expected: list[int],
-        llama_folder: Path,
-        backend: str,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        times = iter(saved)
-        monkeypatch.setattr(step_graphs, "seconds_saved_alone", lambda run: next(times))
-        recorded, eager = (make(llama_folder, graphs) for graphs in (None, False))
-        assert list(times) == []
-        counts = self.counts(recorded)
-        for model in (recorded, eager):
-            begin(model, (30, 21, 40))
-        for number, names in enumerate([(0,), (0,), (2,), (0, 1)]):
-            assert_same_logits(decode(recorded, names, number), decode(eager, names, number))
-        assert counts == expected
-        assert torch.get_num_threads() == 2
-
-    def test_measuring_leaves_live_sequences_alone(
-        self, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_steps_take_the_faster_number(self, llama_folder: Path, backend: str, counts: list[int]) -> None:
         recorded, eager = (make(llama_folder, graphs) for graphs in (None, False))
         for model in (recorded, eager):
             begin(model, (7, 3))
-        monkeypatch.setattr(step_graphs, "seconds_saved_alone", lambda run: seconds_saved_alone(run) and 1e-6)
-        recorded.graphs.capture()
-        for number in range(2):
+        for number in range(24):
             assert_same_logits(decode(recorded, (0, 1), number), decode(eager, (0, 1), number))
+        assert counts == [2] * 8 + [1] * 16
 
-    def test_invariant_steps_keep_their_threads(
-        self, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_invariant_steps_keep_their_threads(self, llama_folder: Path, backend: str, counts: list[int]) -> None:
         """As bits of products may depend on them."""
-        monkeypatch.setattr(step_graphs, "seconds_saved_alone", lambda run: 1.0)
-        model = make(llama_folder, None)
-        model.graphs._capture_invariant()
-        assert {shape.is_invariant for shape in model.graphs._replays} == {False, True}
-        assert not any(shape.is_invariant for shape in model.graphs._most_keys_of_one)
+        executor = LlmExecutor.from_pretrained(llama_folder, num_blocks=32)
+        executor.warmup(progress=False)
+        engine = Engine(executor, EngineConfig(batch_invariant=True), eos_token_ids=())
+        engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=24), progress=False)
+        assert counts == [2] * 23
 
 
 @pytest.mark.by_cpu
@@ -165,7 +129,7 @@ class TestThreads:
 def test_what_is_not_recorded(
     tmp_path: Path, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Operations that no loop computes, which a warning names, and steps without loops."""
+    """Operations without a numba kernel, which a warning names, and steps without numba kernels."""
     save_checkpoint(FAMILIES["deepseek_v3"], tmp_path)
     options = {"num_blocks": 8, "max_seq_len": 32}
     monkeypatch.setenv("PAGED_BACKEND", "torch")
@@ -190,11 +154,11 @@ def test_what_is_not_recorded(
 @by_numba
 def test_what_cannot_be_recorded_is_called_again(backend: str) -> None:
     x, calls = torch.zeros(2), list[list[float]]()
-    repeat, obstacle = graph_recorder(CPU)(lambda: lambda: calls.append(x.add_(1).tolist()))
+    repeat, obstacle = capture_for(CPU)(lambda: lambda: calls.append(x.add_(1).tolist()))
     assert obstacle == "Tensor.tolist"
     repeat()
     assert calls == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]  # bound, recorded, and called
-    added, obstacle = graph_recorder(CPU)(lambda: lambda: calls.append(x.add_(1)))  # type: ignore[arg-type]
+    added, obstacle = capture_for(CPU)(lambda: lambda: calls.append(x.add_(1)))  # type: ignore[arg-type]
     added()
     assert not obstacle
     assert (x.tolist(), len(calls)) == ([6.0, 6.0], 5)
@@ -202,6 +166,6 @@ def test_what_cannot_be_recorded_is_called_again(backend: str) -> None:
 
 def test_calls_stand_in_without_numba() -> None:
     calls: list[int] = []
-    replay, _ = graph_recorder(CPU)(lambda: lambda: calls.append(len(calls)))
+    replay, _ = capture_for(CPU)(lambda: lambda: calls.append(len(calls)))
     replay()
     assert calls == [0, 1]

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import GreedyArgmax, UnifiedBatchItem
 from paged.errors import InvalidInputError
 from paged.models.layers import decoder as layers
 from paged.models.registry import load_model
+from paged.step.batch import GreedyArgmax, UnifiedBatchItem
 from tests.backends import needs_numba
 from tests.models.families import (
     FAMILIES,
+    PARTS,
     VARIANTS,
     Case,
     assert_same_logits,
@@ -46,6 +47,9 @@ BY_NUMBA = (
     "qwen3",
 )
 
+# Families, and a text part whose layers no family has.
+EVERY_WAY = (*FAMILIES, "glm5_next")
+
 # Longer than the sliding windows and several cache blocks of 8.
 PROMPT = tokens(40)
 
@@ -59,7 +63,7 @@ def _rows(backend: str, names: Any, fast: Any = ()) -> list[Any]:
 @pytest.fixture(scope="module")
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = save_checkpoint((FAMILIES | VARIANTS)[request.param], folder)
+    theirs = save_checkpoint((PARTS | FAMILIES | VARIANTS)[request.param], folder)
     return Case(theirs, load_model(folder, block_size=8, num_blocks=64, num_swap_blocks=16))
 
 
@@ -74,7 +78,7 @@ def case(loaded: Case, backend: str) -> Iterator[Case]:
 @pytest.mark.parametrize(
     ("loaded", "backend"),
     [
-        *_rows("torch", FAMILIES, fast=FAMILIES),
+        *_rows("torch", EVERY_WAY, fast=EVERY_WAY),
         *_rows("numba", BY_NUMBA, fast=BY_NUMBA),
         *_rows("triton", IN_INTERPRETER, fast=("gemma3",)),
     ],
@@ -106,7 +110,7 @@ def test_chunks_and_decodes_in_one_forward(case: Case) -> None:
 def test_bfloat16_by_loops_is_as_exact_as_without(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and decodes, packed, by PyTorch, by loops, and by loops on processors without AMX."""
     expected = logits_of(save_checkpoint(FAMILIES[name], tmp_path), PROMPT)
-    tiles = import_module("paged.kernels.common.numba_ops.tiles")
+    tiles = import_module("paged.kernels.cpu.tiles")
     errors = []
     for backend, has_tiles in (("torch", tiles.has_tiles), ("numba", tiles.has_tiles), ("numba", lambda: False)):
         monkeypatch.setenv("PAGED_BACKEND", backend)
@@ -209,7 +213,7 @@ def _prepared_twice_and_mlps_in_parts(case: Case) -> None:
     assert case.ours.num_parameters() == num_parameters
 
 
-@pytest.mark.parametrize(("loaded", "backend"), _rows("torch", FAMILIES, fast=("gemma3",)), indirect=True)
+@pytest.mark.parametrize(("loaded", "backend"), _rows("torch", EVERY_WAY, fast=("gemma3",)), indirect=True)
 def test_every_other_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels see in these ways what they see in a mixed batch, so that PyTorch's are enough."""
     monkeypatch.setattr(layers, "_CPU_ROWS", 7)

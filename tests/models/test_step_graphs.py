@@ -9,11 +9,13 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 
-from paged.batch import FullLogits, GreedyArgmax, UnifiedBatch, UnifiedBatchItem, VerifyLogits
 from paged.errors import InvalidInputError, OutOfBlocksError
+from paged.models.logits_policy import by_item
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model
-from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, graph_recorder, graph_shapes, graph_sizes
+from paged.models.step_graphs import DEFAULT_SIZES, GraphShape, capture_for, graph_shapes, graph_sizes
+from paged.step.batch import FullLogits, GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from paged.step.batch_step import step_of
 from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 from tests.models.stepping import assert_same_results, begin, decode, go_back, make, next_items
@@ -77,7 +79,7 @@ def test_random_steps(folder: Path, tmp_path: Path) -> None:
     for model in twins:
         for target, path in zip(targets, paths, strict=True):
             model.adapters.load(target, path)
-        model.prepare_adapters()
+        model.warm_up_adapters()
     for number in range(24):
         longest, items = random_.choice((1, 1, 3, 12)), list[UnifiedBatchItem]()
         for name in random_.sample(range(8), random_.choice((1, 2, 3, 8))):
@@ -130,7 +132,7 @@ def test_adapters_leave_the_graphs_alone(model: PagedCausalLM, llama_folder: Pat
         if targets:
             model.adapters.load("more", Adapter(targets, seed=2).save(tmp_path / "more", llama_folder))
         else:
-            model.prepare_adapters()
+            model.warm_up_adapters()
         go_back(model, 6, 7, 4)
         replays = model.num_graph_replays
         assert_same_logits(decode(model, (0, 1, 2), 8), mixed)
@@ -148,14 +150,15 @@ def test_tokens_that_only_the_device_knows(
         if is_adapted:
             one.adapters.load("poetry", poetry)
             one.set_lora_adapter_for_cache(0, "poetry")
-            one.prepare_adapters()
+            one.warm_up_adapters()
         begin(one, (8, 3, 7))
     for length in (1, 40):
         chunk, replays = UnifiedBatchItem("chunk", tokens(length)), model.num_graph_replays
         expected = plain.unified_forward([*next_items(plain, (0, 2, 1), 5), chunk])
         ids = torch.tensor([5, 5, 5], device=model.device)
-        batch = UnifiedBatch([*next_items(model, (0, 2, 1), 0), chunk], ids, is_stacked=length == 40)
-        assert_same_results(list(model.run_batch(batch)), expected)
+        items = [*next_items(model, (0, 2, 1), 0), chunk]
+        with torch.no_grad(), step_of(model.kv_manager, items, device_ids=ids) as step:
+            assert_same_results(by_item(items, model.run(step)), expected)
         assert model.num_graph_replays - replays == (length == 1)
         for one in (model, plain):
             one.release("chunk")
@@ -226,7 +229,7 @@ def test_what_follows_a_recording_waits_for_it(monkeypatch: pytest.MonkeyPatch) 
     cuda = MagicMock()
     for name in ("Stream", "current_stream", "graph_pool_handle", "CUDAGraph", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    graph_recorder(torch.device("cuda:0"))(cuda.run)
+    capture_for(torch.device("cuda:0"))(cuda.run)
     assert cuda.mock_calls[-1] == call.current_stream().wait_stream(cuda.Stream.return_value)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError, StaleHandleError
-from paged.batch import UnifiedBatchItem
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
-from paged.metadata import AttentionMetadata
+from paged.step.batch import UnifiedBatchItem
+from paged.step.metadata import AttentionMetadata
 from tests.cache.stress.test_failed_calls import OURS
 from tests.failure import CACHE_GUARD, Failure
 

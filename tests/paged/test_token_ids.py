@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnifiedBatch, UnifiedBatchItem
-from paged.kernels.common.scalars import as_int
+from paged.kernels.core.errors import as_int
 from paged.seq_id import as_namespace, as_seq_id
 from paged.token_ids import as_token_ids
 from tests.fuzz.values import Hostile

@@ -29,8 +29,13 @@ Graph = dict[str, set[str]]
 
 @cache
 def _imports(path: Path) -> tuple[set[str], set[str]]:
-    """Full names of what is imported when the file runs, and of what is for a type checker alone."""
+    """Full names of what is imported when the file runs, and of what is for a type checker alone.
+
+    Numba kernels that a function imports are left out: the function runs them where numba is installed.
+    """
     nodes = list(ast.walk(ast.parse(path.read_text())))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    in_functions = {node for function in functions for node in ast.walk(function)}
     tests = [node for node in nodes if isinstance(node, ast.If) and isinstance(node.test, ast.Name)]
     for_types = {each for node in tests if node.test.id == "TYPE_CHECKING" for each in node.body}
     names: tuple[set[str], set[str]] = (set(), set())
@@ -44,6 +49,8 @@ def _imports(path: Path) -> tuple[set[str], set[str]]:
                 if node.level:
                     folders = ("paged", *path.relative_to(ROOT).parts[: -node.level], *filter(None, [module]))
                     module = ".".join(folders)
+                if node in in_functions and module.startswith("paged.kernels.cpu."):
+                    continue
             else:
                 assert node.level == 0, f"{path}: relative import"
             names[node in for_types].update(f"{module}.{alias.name}" for alias in node.names)
@@ -80,11 +87,11 @@ def file_imports(*, when_run: bool = False) -> Graph:
 
 
 def folder_of(module: str) -> str:
-    """`kernels/moe` of `paged.kernels.moe.torch_ops.gemm`: those by PyTorch and numba belong to what they implement.
+    """`kernels/moe` of `paged.kernels.moe.gemm`.
 
     The files of `paged/` itself are two folders, as some lie below the cache and some above it.
     """
-    parts = [part for part in module.split(".")[1:-1] if part not in ("torch_ops", "numba_ops")]
+    parts = module.split(".")[1:-1]
     if not parts and reaches_cache(module):
         return "paged, above the cache"
     return "/".join(parts if parts and parts[0] in MAY_IMPORT else ["paged", *parts])

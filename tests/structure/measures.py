@@ -1,12 +1,13 @@
 """How much a reader passes: files and types on a decode step's way, calls down to a kernel, places that name one thing.
 
-    python -m tests.structure.measures
+    TRITON_INTERPRET=1 python -m tests.structure.measures
 
 `tests/structure/test_measures.py` bounds each measure.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -20,41 +21,78 @@ from typing import Any
 import torch
 
 import paged
-from paged.kernels.common.operation import Bound
+from paged.kernels.core.operation import Bound
 from tests.structure.imports import ROOT, SOURCES
 
-# Types that carry a step from the scheduler to its tokens.
-CARRIERS = (
-    "AttentionCall",
-    "AttentionMetadata",
-    "BatchColumns",
-    "Completion",
-    "ForwardStep",
-    "GraphShape",
-    "HostMetadata",
-    "Rows",
-    "StepBatch",
-    "StepOutput",
-    "UnifiedBatch",
-)
 Calls = list[tuple[str, str, int]]
 
 
 def step_files() -> set[str]:
     """Return the files whose functions one decode step of the engine calls, by the bundled checkpoint and PyTorch."""
-    with _backend("torch"):
-        executor = paged.LlmExecutor.from_pretrained(ROOT / "models" / "recall", num_blocks=64, progress=False)
-        engine = paged.Engine(executor, eos_token_ids=())
-        engine.add_request([5, 17, 3, 60], paged.SamplingParams(temperature=0, max_tokens=16))
-        for _ in range(8):
-            engine.step()
+    with _decoding_engine(overlap=False) as engine:
         return {file for file, _, _ in _calls_of(engine.step)}
 
 
-def num_carriers() -> int:
-    """Return how many of CARRIERS the sources define."""
-    text = "\n".join(path.read_text() for _, path in SOURCES)
-    return len([name for name in CARRIERS if re.search(rf"^class {name}\b", text, re.MULTILINE)])
+def carriers(*, overlap: bool) -> set[str]:
+    """Return the names of the types that carry a decode step from file to file: `Completion` and those made for it.
+
+    A type counts if a function hands an object of it, made in this step, to a function of another file: as an argument,
+    alone or in a list, or as the result. Types of kernels do not count, because kernels know no steps.
+    """
+    with _decoding_engine(overlap=overlap) as engine:
+        before = gc.get_objects()  # kept, so that no new object gets the id of an old one
+        return {"Completion"} | _types_handed_on(engine.step, {id(value) for value in before})
+
+
+@contextmanager
+def _decoding_engine(*, overlap: bool) -> Iterator[paged.Engine]:
+    """Yield an engine whose sequences all decode, by the bundled checkpoint and PyTorch."""
+    with _backend("torch"):
+        executor = paged.LlmExecutor.from_pretrained(ROOT / "models" / "recall", num_blocks=64, progress=False)
+        engine = paged.Engine(executor, paged.EngineConfig(overlap=overlap), eos_token_ids=())
+        engine.add_request([5, 17, 3, 60], paged.SamplingParams(temperature=0, max_tokens=16))
+        for _ in range(8):
+            engine.step()
+        yield engine
+
+
+def _types_handed_on(run: Callable[[], object], old_ids: set[int]) -> set[str]:
+    """Return the names of the types above the kernels whose new objects pass from one file to another."""
+    names: set[str] = set()
+
+    def note(frame: FrameType, event: str, result: Any) -> None:
+        caller = frame.f_back
+        if event not in ("call", "return") or caller is None:
+            return
+        file, other = _file_of(frame.f_code.co_filename), _file_of(caller.f_code.co_filename)
+        if file is None or other is None or file == other:
+            return
+        values = [result]
+        if event == "call":
+            code = frame.f_code
+            arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            values = [frame.f_locals[name] for name in arguments if name != "self" and name in frame.f_locals]
+        for value in values:
+            for part in value if type(value) in (list, tuple) else [value]:
+                module = type(part).__module__
+                is_ours = module.startswith("paged.") and not module.startswith("paged.kernels.")
+                if is_ours and id(part) not in old_ids:
+                    names.add(type(part).__name__)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+def reserve_files() -> set[str]:
+    """Return the files whose functions a reservation and its commit call where blocks are added and published."""
+    manager = paged.PagedKvCacheManager(paged.PagedKvCacheConfig(1, 1, 8, block_size=4, num_blocks=9, device="cpu"))
+    requests = [paged.KvSlotRequest(manager.allocate(seq_id).cache_id, 5) for seq_id in "ab"]
+    token_ids = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]]
+    return {file for file, _, _ in _calls_of(lambda: manager.reserve(requests).commit(token_ids))}
 
 
 def attention_way() -> tuple[set[str], int, int]:
@@ -70,7 +108,7 @@ def attention_way() -> tuple[set[str], int, int]:
     }
     q = torch.randn(1, 2, 16)
     plan = paged.AttentionPlan(tensors["cu_seqlens_q"], tensors["seq_lens"], max_seqlen_q=1, max_seqlen_k=16)
-    bound = Bound(paged.paged_attention)
+    bound = Bound(paged.paged_attention, step="plan")
 
     def call(attention: Callable[..., object], **options: Any) -> Calls:
         return _calls_of(lambda: attention(q, k_cache, v_cache, max_seqlen_q=1, **tensors, **options))
@@ -96,7 +134,8 @@ def measure() -> dict[str, int]:
     files, plain, bound = attention_way()
     return {
         "files of a decode step": len(step_files()),
-        "types that carry a step": num_carriers(),
+        "files from reserve to commit": len(reserve_files()),
+        "types that carry a step": len(carriers(overlap=False) | carriers(overlap=True)),
         "files of paged_attention": len(files),
         "calls of paged_attention down to its kernel": plain,
         "calls of a bound paged_attention": bound,

@@ -17,9 +17,9 @@ import torch
 
 import paged
 from paged import InvalidInputError
-from paged.kernels.common.operation import current_watch
+from paged.kernels.core.operation import current_watch
+from paged.tools.recorded_calls.encoder import Encoder
 from paged.tools.recorder import read_call
-from paged.tools.recordings.encoder import Encoder
 
 X, WEIGHT = torch.randn(2, 16), torch.rand(16)
 CODES = (errno.ENOSPC, errno.ENOENT, errno.EACCES)

@@ -46,7 +46,7 @@ def test_layers_of_a_group_share_metadata_and_plan(device: torch.device, monkeyp
     first, second = metadata.values()
     assert first is second
     runner.forward(batch, metadata, runner.tensors(batch.num_tokens))
-    assert [len(plan.calls) for plan, _ in first.plans.values()] == [1]
+    assert [len(plan.runs) for plan, _ in first.plans.values()] == [1]
     builder = runner.attn_groups[0][0].get_metadata_builder()
     moved = builder.update_block_table(first, first.block_table + 1, first.slot_mapping)
     assert moved.plans is first.plans

@@ -11,7 +11,7 @@ import torch
 
 from paged import UnsupportedError
 from paged.bench.attention.problem import Problem, make
-from paged.kernels.attention import reference
+from paged.kernels.attention import definition
 from tests.deadline import HANG_S
 from tests.tolerance import assert_close
 
@@ -89,7 +89,7 @@ def test_ranks_together_see_all(
     tensors = make(problem, torch.device("cpu"))
     q_lens = torch.tensor([q_len for q_len, _ in LENGTHS])
     named = {**options, **({"sinks": torch.randn(heads)} if "sinks" in options else {})}
-    wanted = reference.paged_attention(**vars(tensors), **named)[0]
+    wanted = definition.paged_attention(**vars(tensors), **named)[0]
 
     position = torch.cat([torch.arange(seq_len - q_len, seq_len) for q_len, seq_len in LENGTHS])
     blocks = tensors.block_table.repeat_interleave(q_lens, 0).gather(1, position[:, None] // BLOCK_SIZE)

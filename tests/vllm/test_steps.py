@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from paged.kernels.attention import reference as attention_reference
-from paged.kernels.cache import reference as cache_reference
+from paged.kernels.attention import definition as attention_definition
+from paged.kernels.cache import definition as cache_definition
 from tests.kernels.attention.problem import with_rounded_weights
+from tests.kernels.cache.rounding import rounded
 from tests.tolerance import assert_close
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
@@ -100,13 +101,15 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
             given = step.of_group(runner.group_of(index))
             slots = given.slots()[: step.num_tokens].cpu()
             q, key, value = (x.cpu().unflatten(1, (n, -1)) for x, n in zip(rows, (*HEADS, HEADS[1]), strict=True))
-            caches[index] = list(cache_reference.reshape_and_cache(key, value, *caches[index], slots, **used))
+            new = key[: step.num_tokens], value[: step.num_tokens]
+            wide = cache_definition.reshape_and_cache(*new, *caches[index], slots, **used)
+            caches[index] = [rounded(numbers, stored) for numbers in wide]
             written = runner.layers[index].kv_cache.view(stored).transpose(1, 2).split(sizes[index], dim=-1)
             for cache, want in zip(written, caches[index], strict=True):
                 assert_close(cache.flatten(0, 1).cpu()[slots], want.flatten(0, 1)[slots].double())
             arguments = {"q": q, "k_cache": caches[index][0], "v_cache": caches[index][1], **used}
             arguments |= {name: tensor.cpu() for name, tensor in given.arguments().items()}
             arguments |= {"causal": causal if isinstance(causal, bool) else causal.bool().cpu(), **case.expected[index]}
-            rounded = None if case.dtype == torch.float32 else with_rounded_weights(arguments)
-            assert_close(out, attention_reference.paged_attention(**arguments)[0], rounded=rounded)
+            less_exact = None if case.dtype == torch.float32 else with_rounded_weights(arguments)
+            assert_close(out, attention_definition.paged_attention(**arguments)[0], rounded=less_exact)
             assert not out[step.num_tokens :].any()

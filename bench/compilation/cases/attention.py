@@ -1,4 +1,4 @@
-"""paged_attention: every tile the chooser returns, for its target, and the planning and merging kernels."""
+"""paged_attention: every tile that the chooser returns, for its target, and the planning and merging kernels."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from typing import Any
 
 import torch
 
-from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, TARGETS, TENSOR_CORES, CompileCase
-from paged.bench.compilation.launches import SeenLaunch, empty, launch_case, launch_of, launches_of
+from paged.bench.compilation.cases.case import EVERY_CASE, NUM_SMS, TARGETS, TENSOR_CORES, CompileCase
+from paged.bench.compilation.cases.launches import ELEMENTS, SeenLaunch, empty, launch_case, launch_of, launches_of
+from paged.kernels.attention.chosen_kernel import _chosen_attention_kernel
+from paged.kernels.attention.keys import _pack_mask_kernel
+from paged.kernels.attention.merge_splits import _merge_splits_kernel
 from paged.kernels.attention.paged_attention import paged_attention
+from paged.kernels.attention.plan import DECODE_MAX_ROWS
+from paged.kernels.attention.plan_kernel import _plan_kernel
 from paged.kernels.attention.tile_kernels import _attention_kernel
-from paged.kernels.common.attention.keys import _pack_mask_kernel
-from paged.kernels.common.attention.merge_splits import _merge_splits_kernel
-from paged.kernels.common.attention.plan import DECODE_MAX_ROWS
-from paged.kernels.common.attention.plan_kernel import _plan_kernel
-from paged.kernels.common.device import LARGE_SHARED_MEMORY
+from paged.kernels.core.device import LARGE_SHARED_MEMORY
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
 _ALIGNED = ("q_token", "q_head", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head", "out_token", "out_head")
-_ELEMENTS = {"e4m3": "fp8e4nv", "e5m2": "fp8e5", "int8": "i8"}
-_GROUP = 4  # query heads to a KV head
-# Options by name, made for so many tokens of one sequence.
+# Kind of a cache -> type of its elements in Triton.
+_ELEMENTS = {kind.name: ELEMENTS[dtype] for dtype, kind in KV_KINDS.items()}
+_GROUP = 4  # query heads per KV head
+# Name of an option of `paged_attention` -> its tensor, given the number of the sequence's tokens.
 _OPTIONS: dict[str, Callable[[int], torch.Tensor]] = {
     "causal": lambda _: empty("i1", 1),
     "sinks": lambda _: empty("bf16", _GROUP),
@@ -32,7 +35,7 @@ _OPTIONS: dict[str, Callable[[int], torch.Tensor]] = {
 
 
 def cases() -> list[CompileCase]:
-    """Head sizes 64 to 512, K wider than V, gathered, in boxes, 8-bit caches, all options: each target's own tiles."""
+    """Return cases of each target's own tiles, for every kind of head and cache and with all options."""
     call = _call(128, 128, "bf16", "", rows=128, box=64)
     call |= {"causal": empty("i1", 1), "mask": empty("i1", 32, 32)}
     cases = [
@@ -92,8 +95,74 @@ def cases() -> list[CompileCase]:
                 _attention_case(target, kind, 128, attention_chunk_size=8192),
                 _attention_case(target, kind, 512, shared=True),
             ]
-    # Some tiles are chosen for boxes and without them; those without come last.
+    # The same tile may be chosen with boxes and without. Its cases then have one name, and the later case, which has no
+    # boxes, replaces the other.
+    cases += chosen_cases()
     return list({(case.name, case.targets): case for case in cases}.values())
+
+
+def chosen_cases() -> list[CompileCase]:
+    """Return cases of chosen blocks on each target, for one cache block that holds a block of keys, and for several."""
+    cases = []
+    for target in TARGETS:
+        cases += [
+            _chosen_case(target, 128, size=128, box=64),
+            _chosen_case(target, 128, size=24),
+            _chosen_case(target, 256, size=64, box=64),
+            _chosen_case(target, 256, size=16),
+            _chosen_case(target, 512, size=16),
+            _chosen_case(target, 128, size=128, box=64, group=32),
+            _chosen_case(target, 128, size=16, group=64),
+            _chosen_case(target, 128, size=16, has_options=True),
+            _chosen_case(target, 256, size=16, has_options=True),
+            _chosen_case(target, 128, size=16, dtype="fp32"),
+        ]
+        for cache in _ELEMENTS:
+            cases += [
+                _chosen_case(target, 128, size=128, box=64, cache=cache),
+                _chosen_case(target, 128, size=16, cache=cache, has_options=True),
+            ]
+    return cases
+
+
+def _chosen_case(
+    target: str,
+    head_dim: int,
+    *,
+    size: int,
+    dtype: str = "bf16",
+    cache: str = "",
+    box: int = 0,
+    group: int = 16,
+    has_options: bool = False,
+) -> CompileCase:
+    """Return the case of one token with 16 chosen blocks of `size` positions; see `_attention_case`."""
+    call = _call(head_dim, head_dim, dtype, cache, rows=_GROUP, box=box)
+    call |= {"chosen_blocks": empty("i32", 1, 1, 16), "chosen_block_size": size, "q": empty(dtype, 1, group, head_dim)}
+    if has_options:
+        call |= {"window_size": (16, -1), "softcap": 5.0, "causal": empty("i1", 1), "mask": empty("i1", 1, 1)}
+        call |= {"sinks": empty("bf16", group), "alibi_slopes": empty("fp32", group)}
+        for name in ("k_scale", "v_scale"):
+            call.setdefault(name, empty("fp32", 1))
+    launch, programs_per_sm = planned_launch(_chosen_attention_kernel, target, paged_attention, **call)
+    arguments = launch.arguments
+    expect: dict[str, tuple[str, ...]] = {}
+    if dtype != "fp32":
+        expect[target] = (TENSOR_CORES[target] if target.startswith("gfx") or arguments["BLOCK_M"] >= 64 else "HMMA",)
+    words = [f"{arguments['BLOCK_M']} x {arguments['BLOCK_N']}", f"D={head_dim}", dtype, f"blocks of {size}"]
+    if cache:
+        words.append(f"{cache} cache")
+    if has_options:
+        words.append("options")
+    return launch_case(
+        f"paged_attention chosen {' '.join(words)} for {target}",
+        launch,
+        aligned=tuple(f"stride_{name}" for name in _ALIGNED),
+        expect=expect,
+        targets=(target,),
+        programs_per_sm=programs_per_sm,
+        may_spill=dtype == "fp32",
+    )
 
 
 def _attention_case(
@@ -110,7 +179,7 @@ def _attention_case(
     has_options: bool = False,
     **options: Any,
 ) -> CompileCase:
-    """The tile of one sequence. has_options: with all of _OPTIONS. options: others of `paged_attention`."""
+    """Return the case of a sequence's tile. has_options: set all of _OPTIONS. options: more of `paged_attention`."""
     v_head_dim = v_head_dim or head_dim
     if kind == "prefill":
         rows = 2 * DECODE_MAX_ROWS
@@ -122,7 +191,7 @@ def _attention_case(
         for name, option in _OPTIONS.items():
             call.setdefault(name, option(rows // _GROUP))
     launch, programs_per_sm = planned_launch(_attention_kernel, target, paged_attention, **call)
-    launch.arguments["CLEAR_PADDING"] = True  # which only the first launch of a step does; without it code is less
+    launch.arguments["CLEAR_PADDING"] = True  # only a step's first launch sets it; compile the longer code
     block_m, block_n = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
     uses_boxes = launch.arguments["USE_TMA"]
     copy = "load_dwordx4"
@@ -134,7 +203,7 @@ def _attention_case(
     expect: dict[str, tuple[str, ...]] = {}
     if dtype != "fp32":
         expect[target] = (matrix, copy)
-        if shared and cache:  # Triton does not copy ahead what is loaded once and decoded twice
+        if shared and cache:  # Triton does not prefetch a load with two decodings
             expect[target] = (matrix,)
     words = [f"{block_m} x {block_n}", f"D={head_dim}", dtype]
     if v_head_dim != head_dim:
@@ -172,9 +241,9 @@ def planned_launch(
 
 
 def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, box: int) -> dict[str, Any]:
-    """Return the arguments for one sequence of so many rows, in blocks of `box` keys that the copy engine can fetch.
+    """Return the arguments for one sequence of this many rows, in blocks of `box` keys that the copy engine can fetch.
 
-    box: 0 for blocks of 16 keys that lie on no 16-byte grid.
+    box: 0 for blocks of 16 keys off the 16-byte grid.
     """
     num_tokens, block_size = rows // _GROUP, box or 16
     element = _ELEMENTS.get(cache, dtype)
@@ -191,6 +260,6 @@ def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, 
         if box == 0:
             row_size = size + 1
         call[name] = empty(element, 4, block_size, 1, row_size)[..., :size]
-        if cache == "int8":
+        if kv_kind(call[name].dtype).has_scales:
             call[f"{name[0]}_scale"] = empty("fp32", 4, block_size, 1)
     return call

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-from paged.bench.compilation.case import TARGETS, TENSOR_CORES, CompileCase
 from paged.bench.compilation.cases.attention import planned_launch
-from paged.bench.compilation.launches import empty, launch_case, launch_of, launches_of
+from paged.bench.compilation.cases.case import TARGETS, TENSOR_CORES, CompileCase
+from paged.bench.compilation.cases.launches import empty, launch_case, launch_of, launches_of
+from paged.kernels.attention.choose_blocks import _block_ranks_kernel, choose_blocks
+from paged.kernels.attention.choose_keys import _index_scores_kernel, choose_keys
+from paged.kernels.attention.latent_kernel import _mla_attention_kernel
+from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
-from paged.kernels.mla.choose_keys import _index_scores_kernel, choose_keys
-from paged.kernels.mla.paged_mla_attention import paged_mla_attention
-from paged.kernels.mla.tile_kernel import _mla_attention_kernel
 
 _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "rope_slot", "out_token", "out_head")
 _NUM_BLOCKS, _BLOCK_SIZE = 4, 64
-# Bytes of a row in the published fp8 form of 512 + 64.
+# Bytes of a token in the published fp8 form of the cache, with a latent of 512 and 64 rotated elements.
 _PACKED_ROW = 656
 
 
-def cases() -> list[CompileCase]:
-    """DeepSeek's sizes with 16, 32 and 128 heads, each kind of cache, chosen keys; a smaller latent; float32."""
+def attention_cases() -> list[CompileCase]:
+    """Return cases of DeepSeek's sizes with each number of heads and cache, chosen keys, small latents, and float32."""
     cases = []
-    for kind in ("", "e4m3", "packed"):
-        cases += [_write_case(kind, False), _write_case(kind, True)]
     for target in TARGETS:
         cases += [
             _case(target, 16),
@@ -36,13 +35,71 @@ def cases() -> list[CompileCase]:
             _case(target, 128, sparse=True),
             _case(target, 128, kind="packed", sparse=True),
             _case(target, 16, v_head_dim=256),
-            _index_case(target, 32),
-            _index_case(target, 64),
-            _index_case(target, 64, dtype="fp32"),
             _case(target, 128, v_head_dim=256),
             _case(target, 128, rope=0),
             _case(target, 16, dtype="fp32"),
         ]
+    return cases
+
+
+def index_cases() -> list[CompileCase]:
+    """Return scores of 32 and 64 heads, over packed keys and keys in float32."""
+    cases = []
+    for target in TARGETS:
+        cases += [_index_case(target, 32), _index_case(target, 64), _index_case(target, 64, dtype="fp32")]
+    return cases
+
+
+def block_index_cases() -> list[CompileCase]:
+    """Return scores of blocks: a list of each head, means of pools, packed keys with weights, and float32."""
+    cases = []
+    for target in TARGETS:
+        cases += [
+            _block_index_case(target, 4, size=128),
+            _block_index_case(target, 16, size=24, reduction="mean"),
+            _block_index_case(target, 16, size=16, pool_size=16, is_weighted=True),
+            _block_index_case(target, 64, size=128, is_packed=True, is_weighted=True),
+            _block_index_case(target, 4, size=128, dtype="fp32"),
+        ]
+    return cases
+
+
+def _block_index_case(
+    target: str,
+    heads: int,
+    *,
+    size: int,
+    dtype: str = "bf16",
+    is_weighted: bool = False,
+    is_packed: bool = False,
+    **options: Any,
+) -> CompileCase:
+    q, cache = empty(dtype, 1, heads, 128), empty(dtype, 4, _BLOCK_SIZE, 128)
+    words = [f"{heads} heads {dtype} blocks of {size}", *(f"{name}={value}" for name, value in options.items())]
+    if is_packed:
+        cache = empty("u8", 4, _BLOCK_SIZE, 128 + 4)
+        words.append("packed")
+    if is_weighted:
+        options["weights"] = empty("fp32", 1, heads)
+        words.append("weights")
+    options |= {"top_k": 1, "chosen_block_size": size}
+    expect: dict[str, tuple[str, ...]] = {}
+    if dtype != "fp32":
+        expect[target] = (TENSOR_CORES[target] if heads >= 64 or target == "gfx942" else "HMMA",)
+    return launch_case(
+        f"choose_blocks {' '.join(words)} for {target}",
+        launch_of(_block_ranks_kernel, target, choose_blocks, q, cache, **_step(), **options),
+        aligned=("stride_q_token", "stride_q_head", "stride_weights_token"),
+        expect=expect,
+        targets=(target,),
+    )
+
+
+def write_cases(*, fused: bool) -> list[CompileCase]:
+    """Return writes to each kind of cache. fused: with norm and rotation."""
+    cases = [_write_case(kind, fused) for kind in ("", "e4m3", "packed")]
+    if fused:
+        cases.append(_write_case("", fused, rotates=False))
     return cases
 
 
@@ -53,7 +110,7 @@ def _cache(kind: str, size: int, dtype: str) -> Any:
 
 
 def _step() -> dict[str, Any]:
-    """One decode."""
+    """Return the arguments of one decode step."""
     return {
         "block_table": empty("i32", 1, _NUM_BLOCKS),
         "cu_seqlens_q": empty("i32", 2),
@@ -83,7 +140,7 @@ def _case(
     expect: dict[str, tuple[str, ...]] = {}
     if dtype != "fp32":
         expect[target] = (TENSOR_CORES[target],)
-        if block_m != 64 and target.startswith("sm"):  # wgmma and tcgen05 take 64 rows
+        if block_m != 64 and target.startswith("sm"):  # wgmma and tcgen05 need 64 rows
             expect[target] = ("HMMA",)
     words = ["paged_mla_attention", f"{heads} heads {block_m} x {block_n} {v_head_dim} + {rope} {dtype}"]
     if kind:
@@ -117,7 +174,7 @@ def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
     )
 
 
-def _write_case(kind: str, fused: bool) -> CompileCase:
+def _write_case(kind: str, fused: bool, *, rotates: bool = True) -> CompileCase:
     latent, k_rope, cache = empty("bf16", 1, 512), empty("bf16", 1, 64), _cache(kind, 576, "bf16")
     slots, scale = empty("i64", 1), None
     if kind == "e4m3":
@@ -125,7 +182,10 @@ def _write_case(kind: str, fused: bool) -> CompileCase:
     write = latent, k_rope, cache, slots
     if fused:
         name = "mla_norm_rope_and_cache"
-        q, rotation = empty("bf16", 1, 128, 64), (empty("i64", 1), empty("fp32", 1, 64), empty("bf16", 512))
+        if not rotates:
+            name += " unrotated"
+        table = empty("fp32", 1, 64 if rotates else 0)
+        q, rotation = empty("bf16", 1, 128, 64), (empty("i64", 1), table, empty("bf16", 512))
         options = {"interleaved": True, "scale": scale}
         (launch,) = launches_of("sm_80", mla_norm_rope_and_cache, q, *write, *rotation, **options)
     else:

@@ -1,5 +1,4 @@
-"""The two grouped GEMMs of the fused MoE with every tile that the wrapper can choose and every format of weights, and
-the kernels around them."""
+"""The grouped GEMMs of the fused MoE with every tile and weight format, and the kernels around them."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ import json
 from typing import Any
 
 import torch
-import triton
 
-from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, TARGETS, CompileCase
-from paged.bench.compilation.launches import DTYPES, empty, launch_case, launch_of, launches_of
-from paged.kernels.common.device import Device
-from paged.kernels.common.packed.packing import num_words
+from paged.bench.compilation.cases.case import EVERY_CASE, NUM_SMS, TARGETS, CompileCase
+from paged.bench.compilation.cases.launches import DTYPES, empty, launch_case, launch_of, launches_of
+from paged.kernels.core.device import Device
 from paged.kernels.moe.config import FOLDER, MoeShape, MoeTile, fallback_tiles, load_table
 from paged.kernels.moe.fused_moe import fused_moe, moe_sum
 from paged.kernels.moe.gemm import _expert_gemm_kernel, expert_gemm
@@ -21,14 +18,15 @@ from paged.kernels.moe.route_and_align import route_and_align
 from paged.kernels.moe.route_tokens import route_tokens
 from paged.kernels.moe.routing import Routing
 from paged.kernels.moe.weights import ExpertLinear
+from paged.kernels.quantization.packing import num_words
 
-# Experts, experts a token, hidden size, intermediate size.
+# Models: number of experts, experts per token, hidden size, intermediate size.
 QWEN3_30B_A3B = (128, 8, 2048, 768)
 MIXTRAL_8X7B = (8, 2, 4096, 14336)
 GPT_OSS_20B = (32, 4, 2880, 2880)
 _PACKED_LAYOUTS = {"mxfp4": ("mxfp4", 1, 32), "nvfp4": ("nvfp4", 1, 16), "int4": ("int4", 1, 64)}
 _SCALES = {"mxfp4": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
-# Of packed weights: matrix instructions, and loads 16 bytes wide.
+# Target -> expected instructions for packed weights: matrix instructions, and loads 16 bytes wide.
 _PACKED_CODE = {
     **dict.fromkeys(("sm_80", "sm_89", "sm_120"), ("HMMA", "LDGSTS.128")),
     "sm_90": ("HGMMA", "LDGSTS.128"),
@@ -37,9 +35,9 @@ _PACKED_CODE = {
 }
 
 
-def cases() -> list[CompileCase]:
-    """Every tile that the fallback returns and those of the tuned tables; activations, biases and odd sizes once."""
-    cases = _steps()
+def expert_cases() -> list[CompileCase]:
+    """Return cases of every tile of the fallback and of the tuned tables; activations, biases and odd sizes once."""
+    cases = _around()
     for target in TARGETS:
         cases += _packed(target)
         for (gated, dtype, tile), shape in _fallbacks(target).items():
@@ -49,8 +47,8 @@ def cases() -> list[CompileCase]:
             cases.append(gemm_case(target, tile, shape, gated, "bf16", layout=layout))
         if target not in EVERY_CASE:
             continue
-        # The other activations with biases and alternating rows: sizes of gpt-oss-120b, one that no step divides, and
-        # one off the 16-byte grid.
+        # The other activations, with biases and alternating rows: sizes of gpt-oss-120b, a size that no step divides,
+        # and a size off the 16-byte grid.
         for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
             shape = MoeShape(4 * tokens, 128, size, size, 2)
             tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
@@ -63,7 +61,7 @@ def cases() -> list[CompileCase]:
 
 
 def _fallbacks(target: str) -> dict[tuple[bool, str, MoeTile], MoeShape]:
-    """Return the first shape for every choice of GEMM (gated or not), dtype and tile."""
+    """Return a case, with the first suitable shape, for every choice of GEMM (gated or not), dtype and tile."""
     shapes: dict[tuple[bool, str, MoeTile], MoeShape] = {}
     for num_experts, top_k, hidden_size, intermediate_size in (QWEN3_30B_A3B, MIXTRAL_8X7B):
         for dtype, element_size in (("bf16", 2), ("fp32", 4)):
@@ -77,7 +75,7 @@ def _fallbacks(target: str) -> dict[tuple[bool, str, MoeTile], MoeShape]:
 
 
 def _tuned(target: str) -> list[tuple[bool, MoeTile, MoeShape]]:
-    """The tables' entries, for the chips that were tuned."""
+    """Return the entries of the tables for tuned chips."""
     entries = []
     for path in sorted(FOLDER.glob("*.json")):
         header = json.loads(path.read_text())
@@ -102,8 +100,10 @@ def gemm_case(
     layout: tuple[str, int, int] = ("", 1, 0),
     zeros: bool = False,
 ) -> CompileCase:
-    """One of the two GEMMs. layout: the format of quantised weights, and the rows and columns of a group; those that
-    `shape` says are packed have scales, and zero points, whose rows are neighbours."""
+    """Return the case of one of the two GEMMs. layout: format of quantised weights, rows and columns of a group.
+
+    Weights that `shape` calls packed have scales and zero points with adjacent rows.
+    """
     kind = layout[0]
     if gated:
         columns, depth = shape.intermediate_size, shape.hidden_size
@@ -157,14 +157,14 @@ def gemm_case(
 def _linear(
     layout: tuple[str, int, int], rows: int, depth: int, dtype: str, packed: str, *, biased: bool, zeros: bool
 ) -> ExpertLinear:
-    """Weights of two experts. Packed ones have scales, and zero points, whose rows are neighbours."""
+    """Return weights of two experts. Packed weights have scales and zero points with adjacent rows."""
     kind, group_n, group_k = layout
     bias = scale = zero_points = tensor_scale = None
     if biased:
         bias = empty(dtype, 2, rows)
     if packed:
         w = empty("i32", 2, rows, num_words(depth))
-        groups = triton.cdiv(depth, group_k), rows
+        groups = -(-depth // group_k), rows
         scale = torch.empty(2, *groups, dtype=_SCALES.get(kind, DTYPES[dtype])).mT
         if zeros:
             zero_points = empty("i8", 2, *groups).mT
@@ -181,7 +181,7 @@ def _linear(
 def _expected_code(
     tile: MoeTile, shape: MoeShape, dtype: str, kind: str, depth: int, uses_tma: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Matrix instructions, and asynchronous copies of rows on the 16-byte grid."""
+    """Return the expected matrix instructions, and asynchronous copies for rows on the 16-byte grid."""
     if dtype == "fp32":
         return {}
     if shape.packed:
@@ -204,8 +204,10 @@ def _expected_code(
 
 
 def _quantized(target: str) -> list[CompileCase]:
-    """Blocks of 128 x 128 in e4m3 at every number of rows; int8 and int4, which differ in how a register is decoded, in
-    groups of 128 columns at the fewest and the most."""
+    """Return cases of e4m3 in blocks at every number of rows, and of int8 and int4 at the fewest and the most rows.
+
+    int8 and int4 differ in how a register is decoded; both have groups of 128 columns.
+    """
     cases = []
     e4m3, int8, int4 = (("e4m3", 128, 128), ("int8", 1, 128), ("int4", 1, 128))
     num_experts, top_k, hidden_size, intermediate_size = QWEN3_30B_A3B
@@ -220,8 +222,10 @@ def _quantized(target: str) -> list[CompileCase]:
 
 
 def _packed(target: str) -> list[CompileCase]:
-    """Sizes of gpt-oss-20b with every tile in MXFP4, which has the most to decode; the other formats at the fewest and
-    the most rows."""
+    """Return cases of gpt-oss-20b with every tile in MXFP4, and of other formats at the fewest and the most rows.
+
+    MXFP4 has the most to decode.
+    """
     cases = []
     device = Device(target, NUM_SMS[target])
     num_experts, top_k, hidden_size, intermediate_size = GPT_OSS_20B
@@ -245,28 +249,36 @@ def _packed(target: str) -> list[CompileCase]:
     return cases
 
 
-def _steps() -> list[CompileCase]:
-    """The kernels before and after the grouped GEMMs at the sizes of Qwen3-30B-A3B; routing also with every option of
-    DeepSeek-V3."""
-    num_experts, top_k, hidden_size, _ = QWEN3_30B_A3B
-    # DeepSeek-V3: 8 of 256 experts, out of 4 of 8 groups, and one for all tokens.
+def routing_cases() -> list[CompileCase]:
+    """Return routing with the sizes of Qwen3-30B-A3B, with every option of DeepSeek-V3, and of 512 experts."""
+    # DeepSeek-V3 takes 8 of 256 experts, out of 4 of 8 groups, and one shared expert.
     deepseek = Routing(8, True, "sigmoid", torch.zeros(256), 8, 4, 2.5, 1)
-    routings = ((num_experts, Routing(top_k)), (256, deepseek), (512, Routing(16)))
+    num_experts, top_k, _, _ = QWEN3_30B_A3B
     cases = []
-    for count, routing in routings:
+    for count, routing in ((num_experts, Routing(top_k)), (256, deepseek), (512, Routing(16))):
         logits = empty("bf16", 1, count)
         (launch,) = launches_of("sm_90", route_tokens, logits, **vars(routing))
         cases.append(launch_case(f"route_tokens experts={count}", launch, aligned=()))
         (launch,) = launches_of("sm_90", route_and_align, logits, routing, 16)
         cases.append(launch_case(f"route_and_align experts={count}", launch, aligned=()))
-    weights, ids, out = empty("fp32", 1, top_k), empty("i32", 1, top_k), empty("bf16", 1, hidden_size)
-    count_entries, place = launches_of("sm_90", moe_align_block_size, ids, 128, num_experts)
-    (add,) = launches_of("sm_90", moe_sum, empty("bf16", top_k, hidden_size), weights, ids, num_experts, None, out)
-    cases += [
+    return cases
+
+
+def alignment_cases() -> list[CompileCase]:
+    num_experts, top_k, _, _ = QWEN3_30B_A3B
+    count_entries, place = launches_of("sm_90", moe_align_block_size, empty("i32", 1, top_k), 128, num_experts)
+    return [
         launch_case(f"moe_align_block_size count experts={num_experts}", count_entries),
         launch_case(f"moe_align_block_size place experts={num_experts}", place),
-        launch_case(f"fused_moe sum hidden={hidden_size}", add),
     ]
+
+
+def _around() -> list[CompileCase]:
+    """Return the sum of a token's experts, and the products of a single token, at the sizes of Qwen3-30B-A3B."""
+    num_experts, top_k, hidden_size, _ = QWEN3_30B_A3B
+    weights, ids, out = empty("fp32", 1, top_k), empty("i32", 1, top_k), empty("bf16", 1, hidden_size)
+    (add,) = launches_of("sm_90", moe_sum, empty("bf16", top_k, hidden_size), weights, ids, num_experts, None, out)
+    cases = [launch_case(f"fused_moe sum hidden={hidden_size}", add)]
     for dtype in ("bf16", "fp32"):
         cases.append(_gemv("gate_up", top_k, dtype))
     for count, dtype in ((1, "bf16"), (8, "bf16"), (8, "fp32"), (16, "bf16")):
@@ -275,9 +287,9 @@ def _steps() -> list[CompileCase]:
 
 
 def _gemv(product: str, top_k: int, dtype: str) -> CompileCase:
-    """One of the two products of one token.
+    """Return the case of one of the two products of one token.
 
-    Weights are fetched ahead, and so many programs of 16-bit ones make a single wave.
+    Weights are fetched ahead, and programs_per_sm programs of 16-bit weights make a single wave.
     """
     num_experts, _, hidden_size, intermediate_size = QWEN3_30B_A3B
     w1 = empty(dtype, num_experts, 2 * intermediate_size, hidden_size)

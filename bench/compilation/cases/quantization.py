@@ -6,19 +6,19 @@ import math
 
 import torch
 
-from paged.bench.compilation.case import EVERY_CASE, NUM_SMS, CompileCase
-from paged.bench.compilation.launches import DTYPES, SeenLaunch, empty, launch_case, launch_of, launches_of
-from paged.kernels.common.packed.packing import FP8_BLOCK, num_words
-from paged.kernels.common.packed.quantize_rows import quantize_rows
+from paged.bench.compilation.cases.case import EVERY_CASE, NUM_SMS, CompileCase
+from paged.bench.compilation.cases.launches import DTYPES, SeenLaunch, empty, launch_case, launch_of, launches_of
 from paged.kernels.quantization.gemm import _quantized_linear_kernel, _sum_partials_kernel
+from paged.kernels.quantization.packing import FP8_BLOCK, num_words
+from paged.kernels.quantization.quantize_rows import quantize_rows
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import QuantizedWeight
 
-# Layers of Llama-3-8B, [out_features, in_features]: the output of attention, whose input is split for few rows, and
-# both inputs of the MLP side by side.
+# Layers of Llama-3-8B, [out_features, in_features]: the output projection of attention, and the MLP's gate and up side
+# by side. For few rows, K of the output projection is split over programs.
 OUT, GATE_UP = (4096, 4096), (28672, 4096)
 
-# Name -> types of codes and of scales, rows and columns that share one, whether the input is quantised.
+# Name -> types of codes and of scales, rows and columns that share a scale, whether the input is quantised.
 FORMATS: dict[str, tuple[str, torch.dtype, int, int, bool]] = {
     "e4m3 block": ("fp8e4nv", torch.float32, 128, 128, True),
     "e4m3 channel": ("fp8e4nv", torch.float32, 1, 0, True),
@@ -36,7 +36,7 @@ MANY_ROWS = ("e4m3 block", "int8 channel", "int8 weights", "int4 g128", "int4 g3
 
 
 def cases() -> list[CompileCase]:
-    """16 and 4,096 rows, and between them; zero points, other dtypes, rows of weights off the 16-byte grid."""
+    """Return cases of few, medium and many rows; zero points, other dtypes, and weight rows off the 16-byte grid."""
     cases = []
     for target in EVERY_CASE:
         for name in FEW_ROWS:
@@ -60,7 +60,7 @@ def cases() -> list[CompileCase]:
 def gemm_case(
     target: str, name: str, num_rows: int, size: tuple[int, int], dtype: str = "bf16", *, zeros: bool = False
 ) -> CompileCase:
-    """The product of one layer and so many rows."""
+    """Return the case of one layer's product with this many rows."""
     columns, depth = size
     x, weight = empty(dtype, num_rows, depth), _weight(name, size, zeros=zeros)
     launch = launch_of(_quantized_linear_kernel, target, quantized_linear, x, weight)
@@ -83,7 +83,7 @@ def gemm_case(
 
 
 def _weight(name: str, size: tuple[int, int], *, zeros: bool = False) -> QuantizedWeight:
-    """Weights in one of FORMATS, [columns, depth]."""
+    """Return weights in one of FORMATS, [columns, depth]."""
     codes, scale_dtype, group_n, group_k, quantizes_input = FORMATS[name]
     columns, depth = size
     shape = [columns // group_n]
@@ -102,12 +102,12 @@ def _weight(name: str, size: tuple[int, int], *, zeros: bool = False) -> Quantiz
 
 
 def _expected(target: str, form: str, *, is_native: bool) -> dict[str, tuple[str, ...]]:
-    """Matrix instructions, and loads 16 bytes wide."""
+    """Return the expected matrix instructions, and loads 16 bytes wide."""
     if target == "gfx942":
         return {target: ("v_mfma", "load_dwordx4")}
     copy = "LDGSTS.128"
     if target == "sm_90" and form == "int8" and not is_native:
-        copy = "LDGSTS"  # bytes that become the left operand of wgmma in registers are copied 8 at a time
+        copy = "LDGSTS"  # the codes are wgmma's left operand, in registers: copies have 8 bytes
     matrix = {"sm_80": "HMMA", "sm_90": "HGMMA"}
     if is_native:
         matrix = {"sm_80": "IMMA", "sm_90": {"e4m3": "QGMMA", "int8": "IGMMA"}[form]}
@@ -124,14 +124,14 @@ def _shown(launch: SeenLaunch) -> str:
 
 
 def _around(target: str) -> list[CompileCase]:
-    """Activations to e4m3 and int8, a token or 128 values at a time, and the sum of partials."""
+    """Return cases of rounding activations to e4m3 and int8, by token or by 128 values, and of the sum of partials."""
     cases = []
     x = empty("bf16", 16, 4096)
     for kind, codes, group in (("e4m3", "fp8e4nv", 4096), ("e4m3", "fp8e4nv", FP8_BLOCK), ("int8", "i8", 4096)):
         (launch,) = launches_of(target, _quantize, x, DTYPES[codes], in_groups=group == FP8_BLOCK)
         cases.append(launch_case(f"quantize_rows {kind} groups of {group} for {target}", launch, targets=(target,)))
     for splits in (2, 8):
-        # Twice as many programs as there are SMs.
+        # As many output columns as make two programs per SM.
         columns = 128 * math.ceil(2 * NUM_SMS[target] / splits)
         weight = _weight("int8 channel", (columns, 4096))
         launch = launch_of(_sum_partials_kernel, target, quantized_linear, x, weight)

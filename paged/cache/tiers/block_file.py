@@ -1,4 +1,4 @@
-"""The file of one block: a header, the token ids, the K/V and a checksum of all of it."""
+"""File format of one block: header, token ids, K/V, checksum of all before it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import BinaryIO, NamedTuple
 MAGIC = b"paged-kv"
 VERSION = 1
 SUFFIX = ".kv"
-# Magic, version, index of the table, digest of the layout, chained hash, bytes of the ids, bytes of the K/V.
+# Magic, version, index of the table, digest of weights and layout, chained hash, bytes of the ids, bytes of the K/V.
 _HEADER = struct.Struct("<8sII32s32sQQ")
 HEADER_BYTES = _HEADER.size
 _CHECKSUM_BYTES = 32
 _PIECE_BYTES = 1 << 20
-# Characters of a token id in JSON, with a comma and a space; ids of embeddings have 128 bits.
+# Longest token id in JSON with comma and space; ids of embeddings have 128 bits.
 _MOST_ID_BYTES = 42
-# A chained hash in messages to other ranks, which hold numbers of 64 bits.
+# A chained hash as four integers, because messages to other ranks hold integers of 64 bits.
 HASH_WORDS = struct.Struct("<4q")
 
 
 class BlockFileError(Exception):
-    """A file is not a whole block, or not the one that was asked for; the message says what is wrong."""
+    """A file is damaged or holds another block; the message gives the reason."""
 
 
 class BlockKey(NamedTuple):
-    """What a block is known by.
+    """Identity of a block.
 
     Attributes:
-        digest: of the weights and the layout, 32 bytes.
+        digest: hash of the weights and the layout, 32 bytes.
         hash: chained hash of the block's position, 32 bytes.
         column: index of its block table.
     """
@@ -41,20 +41,20 @@ class BlockKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The block's name in a store, the file's path in a folder."""
+        """Name of the block in a store; in a folder, the relative path of its file."""
         return f"{self.digest.hex()[:32]}/{self.hash.hex()}-{self.column}{SUFFIX}"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StoredBlock:
-    """A block as a file holds it: its key, its token ids, and its K/V in the order of the host tier."""
+    """Content of a block file: key, token ids, and K/V in the order of the host tier."""
 
     key: BlockKey
     token_ids: list[int]
     data: bytes | memoryview
 
     def encode(self) -> bytes:
-        """Return the bytes of its file."""
+        """Return the bytes of the block's file."""
         key, ids = self.key, json.dumps(self.token_ids).encode()
         header = _HEADER.pack(MAGIC, VERSION, key.column, key.digest, key.hash, len(ids), len(self.data))
         content = b"".join((header, ids, self.data))
@@ -62,7 +62,7 @@ class StoredBlock:
 
 
 class BlockHeader(NamedTuple):
-    """What a file says of itself: its block, and the bytes of the ids and of the K/V."""
+    """Header of a block file: the block's key, the bytes of the ids and of the K/V."""
 
     key: BlockKey
     num_id_bytes: int
@@ -70,12 +70,12 @@ class BlockHeader(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file in bytes."""
         return HEADER_BYTES + self.num_id_bytes + self.num_data_bytes + _CHECKSUM_BYTES
 
 
 def most_file_bytes(block_size: int, num_data_bytes: int) -> int:
-    """Return the most bytes of a file of one block."""
+    """Return the largest possible size of a block file in bytes."""
     return BlockHeader(BlockKey(b"", b"", 0), 2 + block_size * _MOST_ID_BYTES, num_data_bytes).file_bytes
 
 
@@ -83,7 +83,7 @@ def read_header(content: bytes) -> BlockHeader:
     """Return the header at the beginning of a file.
 
     Raises:
-        BlockFileError: the file is cut, of another format, or of another version.
+        BlockFileError: the file is cut, or has another format or version.
     """
     if len(content) < HEADER_BYTES:
         raise BlockFileError(f"{len(content)} bytes, expected at least {HEADER_BYTES + _CHECKSUM_BYTES}")
@@ -96,12 +96,12 @@ def read_header(content: bytes) -> BlockHeader:
 
 
 def decode(content: bytes, expected: BlockKey | None = None) -> StoredBlock:
-    """Return the block of a file, after checking all of it.
+    """Return the block in a file's bytes, after checking all of them.
 
-    expected: the key that it must have; None for any.
+    expected: the key that the block must have; None for any.
 
     Raises:
-        BlockFileError: the file is cut, changed, of another version, or of another block.
+        BlockFileError: the file is cut or changed, or has another version or block.
     """
     key, num_id_bytes, _ = header = read_header(content)
     if len(content) != header.file_bytes:
@@ -118,7 +118,7 @@ def verify(file: BinaryIO, size: int) -> tuple[BlockKey, int]:
     """Return the key and the number of token ids of a file, after checking all of it piece by piece.
 
     Raises:
-        BlockFileError: as `decode`.
+        BlockFileError: see `decode`.
     """
     start = file.read(HEADER_BYTES)
     header = read_header(start)

@@ -1,4 +1,4 @@
-"""File tier of the prefix cache: blocks of the host tier in a folder, which outlive the process."""
+"""File tier of the prefix cache: keeps blocks of the host tier in a folder beyond the life of the process."""
 
 from __future__ import annotations
 
@@ -20,72 +20,59 @@ from numpy.typing import NDArray
 
 from paged.cache.tiers.block_file import HASH_WORDS, BlockFileError, BlockKey, StoredBlock, decode, most_file_bytes
 from paged.cache.tiers.block_store import BlockStore
+from paged.cache.tiers.shelf import HostShelf, Place, Write
 
 _LOG = logging.getLogger("paged")
 
-# How long files may hold a prompt up. Its first token may come 50 ms later, and waking up and a step take 1.4 ms more.
+# How long a prompt may wait for files, so that its first token is delayed by less than 50 ms, see limits.md.
 PATIENCE_S = 0.045
-# Prompt tokens that a forward runs in a second, at least: those of an 8B model on a GPU. Where steps are slower, a wait
-# that trusts their rate is too long: behind hits they run few tokens each, and one of a busy machine tells little.
+# Lower bound for the assumed prefill rate in tokens per second: the rate of an 8B model on a GPU. A measured rate is
+# too low if the machine is busy or if steps behind cache hits run few tokens. A low rate makes waits too long.
 _LEAST_PREFILL_RATE = 8_000.0
-# Interval between two questions how far other ranks have read.
+# Interval at which the progress of other ranks is polled.
 _POLL_S = 0.002
-# Blocks that wait to be written; more are dropped.
+# Capacity of the write queue in blocks; further blocks are dropped.
 _MOST_WAITING = 256
-# A call of the store that has not returned for so long hangs, and another thread reads on. If that hangs too, the next
-# one begins after twice the time, and so on: then a dead folder has a few threads, and one that is back is found.
+# After this time a call of the store counts as hung, and another thread takes over. The time doubles with each hung
+# thread, so a dead folder costs few threads and a folder that recovers is noticed.
 HANG_S = 1.0
 _MOST_HUNG = 16
-# Faults that were logged, of which none is logged again.
+# Number of faults that are remembered, so that each is logged once.
 _MOST_LOGGED = 256
 
 
 class Position(NamedTuple):
-    """A position of a prompt: its chained hash, and its token ids."""
+    """One block of a prompt: its chained hash and its token ids."""
 
     hash: bytes
     token_ids: list[int]
 
 
-class Write(NamedTuple):
-    """A block or a state to write, and its place in host memory.
-
-    read: copies it. is_there: whether its place still holds it. Whoever writes to a place makes it false before, so a
-    copy is whole if this is still true after it.
-    """
-
-    host: int
-    key: BlockKey
-    token_ids: list[int]
-    read: Callable[[], bytes]
-    is_there: Callable[[], bool]
-
-
 def longest_wait_s(num_tokens: int, prefill_rate: float) -> float:
-    """Return how long a prompt waits until `num_tokens` of it have come from files.
+    """Return how long a prompt may wait for files after `num_tokens` of it have been read.
 
-    A forward computes them in `num_tokens / prefill_rate` seconds. A prompt that waits as long, and PATIENCE_S, and
-    then computes the rest, has its first token little more than PATIENCE_S later than a prompt that begins cold.
+    A forward would compute these tokens in `num_tokens / prefill_rate` seconds. Therefore a prompt that waits this time
+    plus PATIENCE_S has its first token at most about PATIENCE_S later than without files.
     """
     return PATIENCE_S + num_tokens / prefill_rate
 
 
 class FileRead:
-    """Blocks that a prompt continues with, on their way from files.
+    """A read of a prompt's blocks from files, in progress or done.
 
-    number: of the read, by which other ranks know it.
-    positions: to read, in this order. digest: of the weights and the layout.
-    blocks: those that have come so far, by index of the position and of the table.
-    num_positions: how many positions they are of; with several ranks, how many all ranks have.
-    begun_at: when the folder was first asked.
-    is_over: whether no more blocks come here, because all are there or the files are too slow.
-    is_late: whether it was given up.
+    number: id of the read in messages to other ranks.
+    positions: positions to read, in order. digest: hash of the weights and the layout.
+    blocks: blocks read so far.
+    num_positions: number of positions read so far; with several ranks, the number that all ranks have read.
+    begun_at: time of the first request to the folder.
+    is_over: whether this rank reads no more blocks, because all are read or the files are too slow.
+    is_late: whether the read was given up.
     is_shared: whether all ranks have all of `blocks`.
     """
 
     def __init__(self, tier: FileTier, number: int, positions: Sequence[Position], digest: bytes) -> None:
         self.number, self.positions, self.digest = number, positions, digest
-        self.blocks: dict[tuple[int, int], StoredBlock] = {}
+        self.blocks: dict[Place, StoredBlock] = {}
         self.num_positions = 0
         self.begun_at = monotonic()
         self.is_over = not positions
@@ -94,15 +81,15 @@ class FileRead:
         self._tier = tier
 
     def wait(self, timeout_s: float = math.inf) -> bool:
-        """Wait until a prompt should begin with the blocks that are there; False if that is later than `timeout_s`."""
+        """Wait until the prompt should start with the blocks read so far; return False after `timeout_s`."""
         return self._tier.wait(self, timeout_s)
 
 
 class Reader:
-    """A thread that reads files.
+    """State of a thread that reads files.
 
-    read: what it reads; None while it waits for work. name, asked_at: of the block that the store has been asked for,
-    and when that was; infinity while the store has answered.
+    read: the current read; None while the thread waits for work.
+    name, asked_at: block that the thread waits for, and time of the request; infinity if no request is pending.
     """
 
     def __init__(self) -> None:
@@ -112,44 +99,46 @@ class Reader:
 
 
 class FileTier:
-    """Reads and writes blocks of a folder in two threads of its own.
+    """Reads and writes blocks of a folder in two background threads.
 
-    No fault of the folder goes further than here: it is a miss, a line in the log and a count in `num_faults`. Reads
-    run one after the other. One that takes longer than `longest_wait_s` is given up, as are those that wait behind it.
-    Until the folder has answered, further ones are given up at once. If a call of the store does not return for
-    `HANG_S`, another thread takes over: a single file that hangs costs one thread, and is a miss from then on. While
-    several threads hang, a new one is tried after twice as long each time, up to `_MOST_HUNG`.
+    A fault of the folder raises no error: it is logged, counts as a miss, and increases `num_faults`. Reads run one
+    after the other. If a read takes longer than `longest_wait_s`, it and all waiting reads are given up. Until the
+    folder answers, further reads are given up at once. If a call of the store does not return for `HANG_S`, another
+    thread takes over, so a single hung file costs one thread and is a miss from then on. While threads hang, each
+    further thread starts after twice the time, up to `_MOST_HUNG` hung threads.
 
-    With several ranks, each reads and writes its own part of a block, and rank 0 begins with the blocks that all have.
+    With several ranks, each rank reads and writes its own part of a block. Rank 0 uses the blocks that all ranks have.
 
+    shelves: host memory of each column: the tables, then the kinds with memory of their own.
     tell: queues a call of `FollowerFiles` on the other ranks. compare: returns the `progress` of a read on all ranks.
-    Both are None on one rank alone.
-    prefill_rate: prompt tokens that a forward runs in a second; the highest that was measured, at least 8,000.
-    num_read, num_written: blocks. num_late: reads that were given up. num_dropped: blocks that were not written because
-    too many waited, their memory was used again, or the limit of the folder is too small.
+    Both are None with one rank.
+    prefill_rate: highest measured number of prompt tokens per second, at least 8,000.
+    num_read, num_written: numbers of blocks. num_late: number of reads given up. num_dropped: number of blocks not
+    written, because the queue was full, their memory was reused, or the folder's limit is too small.
     """
 
     tell: Callable[[str, tuple[Any, ...]], None] | None = None
     compare: Callable[[FileRead], Sequence[Any]] | None = None
 
     def __init__(
-        self, store: BlockStore, layout: str, block_size: int, num_bytes: Sequence[int], is_needed: Sequence[bool]
+        self, store: BlockStore, layout: str, block_size: int, shelves: Sequence[HostShelf], num_whole: int
     ) -> None:
-        """layout: all that decides what the bytes of a block mean.
+        """layout: description of all properties that decide the meaning of a block's bytes.
 
-        num_bytes, is_needed: for each table, the bytes of a block, and whether the table has no window. States of
-        recurrent layers, which few positions have, are behind the tables.
+        num_whole: number of tables, counted from the first, of which every position needs a block.
         """
         self.store = store
         self.num_read = self.num_written = self.num_faults = self.num_late = self.num_dropped = 0
         self.digest = b""
         self.prefill_rate = _LEAST_PREFILL_RATE
-        self._layout, self._num_bytes, self._is_needed = layout, num_bytes, is_needed
-        self._block_size = block_size
+        self.shelves: list[HostShelf] = []
+        for shelf in shelves:
+            self.shelves += [shelf] * len(shelf.columns)
+        self._layout, self._num_whole, self._block_size = layout, num_whole, block_size
         self._changed = Condition()
         self._reader = Reader()
         self._hung: list[Reader] = []
-        self._num_tries = 0  # readers in the place of hung ones since the store has answered
+        self._num_tries = 0  # readers started in place of hung ones since the last answer
         self._logged: deque[str] = deque(maxlen=_MOST_LOGGED)
         self._numbers = itertools.count()
         self._reads: deque[FileRead] = deque()
@@ -157,23 +146,23 @@ class FileTier:
         self._is_writing = self._is_closed = False
         self._pid = 0
         self.identify(b"")
-        store.expect_blocks(most_file_bytes(block_size, max(num_bytes)))
+        store.expect_blocks(most_file_bytes(block_size, max(shelf.num_file_bytes for shelf in shelves)))
 
     def identify(self, fingerprint: bytes) -> None:
-        """Use files of these weights from now on."""
+        """Use only files of these weights from now on."""
         self.digest = hashlib.sha256(self._layout.encode() + b"\0" + fingerprint).digest()
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a step with so many prompt tokens took."""
+        """Note the duration of a step with `num_tokens` prompt tokens."""
         self.prefill_rate = max(self.prefill_rate, num_tokens / seconds)
 
     def read(self, positions: Sequence[Position]) -> FileRead:
-        """Begin to read the longest run of positions that the folder has, on every rank."""
+        """Start to read, on every rank, the positions that the folder has without a gap."""
         read = FileRead(self, next(self._numbers), positions, self.digest)
         if self.tell is not None and positions:
             hashes = [HASH_WORDS.unpack(position.hash) for position in positions]
             self.tell("read_files", (read.number, hashes))
-            # Other ranks keep their parts as long as this read may be taken.
+            # Other ranks keep their parts until this read is garbage collected.
             finalize(read, self.tell, "drop_files", (read.number,)).atexit = False
         if not self._is_running():
             read.is_over = True
@@ -181,7 +170,7 @@ class FileTier:
             return read
         with self._changed:
             self._replace_reader()
-            if self._current is not None and self._current.is_late:  # still not answered
+            if self._current is not None and self._current.is_late:  # the folder still has not answered
                 read.is_over = True
                 self.num_late += 1
             else:
@@ -191,11 +180,11 @@ class FileTier:
 
     @property
     def _current(self) -> FileRead | None:
-        """The read that runs."""
+        """The read in progress."""
         return self._reader.read
 
     def _replace_reader(self) -> None:
-        """Let another thread read on if a call of the store hangs; the caller holds the lock."""
+        """Start another reader thread if a call of the store hangs; the caller holds the lock."""
         seconds = monotonic() - self._reader.asked_at
         if len(self._hung) == _MOST_HUNG or seconds < HANG_S * 2**self._num_tries:
             return
@@ -208,7 +197,7 @@ class FileTier:
         except BaseException as error:
             self._hung.remove(hung)
             self._reader = hung
-            if not isinstance(error, RuntimeError):  # the system has no more threads: later, perhaps
+            if not isinstance(error, RuntimeError):  # RuntimeError: the system is out of threads, so try again later
                 raise
             return
         hung.read.is_over = hung.read.is_late = True
@@ -223,7 +212,7 @@ class FileTier:
         )  # fmt: skip
 
     def wait(self, read: FileRead, timeout_s: float) -> bool:
-        """`FileRead.wait`."""
+        """Implement `FileRead.wait`."""
         end = monotonic() + timeout_s
         while True:
             poll_s = math.inf
@@ -245,7 +234,7 @@ class FileTier:
                     self._changed.wait(min(end, late_at, now + poll_s) - now)
 
     def take(self, read: FileRead) -> dict[tuple[int, int], StoredBlock]:
-        """Return the blocks of a read that was waited for, and expect no more; none if the weights have changed."""
+        """End a read and return its blocks; none if the weights have changed."""
         with self._changed:
             read.is_over = True
             if read.digest != self.digest:
@@ -253,19 +242,19 @@ class FileTier:
             return read.blocks
 
     def progress(self, read: FileRead) -> NDArray[np.int64]:
-        """Return whether a read is over, then for each position and table whether its block is there, in one axis."""
+        """Return a flat array: whether the read is over, then for each position and table whether its block is read."""
         with self._changed:
-            present = np.zeros((len(read.positions), len(self._is_needed)), np.int64)
+            present = np.zeros((len(read.positions), len(self.shelves)), np.int64)
             for place in read.blocks:
                 present[place] = 1
             return np.append(int(read.is_over), present)
 
     def _share(self, read: FileRead) -> None:
-        """Ask all ranks how far a read is. If no further position can come on all of them, keep the common blocks."""
+        """Compare the progress of all ranks. Once no common position can follow, keep the blocks of all ranks."""
         assert self.compare is not None
         try:
             progress = np.stack(self.compare(read))
-        except Exception as error:  # a rank has failed; the next step tells
+        except Exception as error:  # a rank has failed; the next step reports it
             self._count_fault(error)
             read.blocks, read.is_over, read.is_shared = {}, True, True
             return
@@ -280,13 +269,13 @@ class FileTier:
                 read.is_over = read.is_shared = True
 
     def _late_at(self, read: FileRead) -> float:
-        """Return when a read is given up: if it has not begun, with the one that runs."""
+        """Return when a read is given up; if it has not started, when the current read is given up."""
         if self._current is not None and read in self._reads:
             read = self._current
         return read.begun_at + longest_wait_s(read.num_positions * self._block_size, self.prefill_rate)
 
     def write(self, writes: Sequence[Write]) -> None:
-        """Write blocks later, on every rank; those that are too many are dropped."""
+        """Queue blocks for writing on every rank; drop blocks that exceed the queue."""
         if not writes or not self._is_running():
             return
         if self.tell is not None:
@@ -299,7 +288,7 @@ class FileTier:
             self._changed.notify_all()
 
     def close(self, writes: Sequence[Write], timeout_s: float) -> None:
-        """Write these blocks in place of those that wait, at most for `timeout_s`, and use the folder no more."""
+        """Write these blocks instead of the queued ones, for at most `timeout_s`, then stop using the folder."""
         if not self._is_running():
             return
         with self._changed:
@@ -319,11 +308,11 @@ class FileTier:
         if not self._is_writing:
             try:
                 self.store.complete()
-            except Exception as error:  # of others' code
+            except Exception as error:  # the store may be other people's code
                 self._count_fault(error)
 
     def _is_running(self) -> bool:
-        """Start the threads at the first use. A forked process has none of them, and uses no files."""
+        """Start the threads at the first use. A forked process lacks the threads and uses no files."""
         if self._is_closed:
             return False
         if not self._pid:
@@ -333,9 +322,9 @@ class FileTier:
                 self._pid = os.getpid()
             except BaseException as error:
                 with self._changed:
-                    self._is_closed = True  # one of them would wait for ever for the other's work
+                    self._is_closed = True  # neither of the two threads can work without the other
                     self._changed.notify_all()
-                if not isinstance(error, RuntimeError):  # which tells that the system has no more threads
+                if not isinstance(error, RuntimeError):  # RuntimeError: the system is out of threads
                     raise
                 self._count_fault(error)
                 return False
@@ -356,21 +345,21 @@ class FileTier:
                 reader.read.begun_at = monotonic()
             try:
                 self._run(reader.read, reader)
-            except Exception as error:  # also of others' code
+            except Exception as error:  # may come from the store's own code
                 self._count_fault(error)
             reader.read.is_over = True
 
     def _run(self, read: FileRead, reader: Reader) -> None:
-        """Read position by position, until one lacks a block that it needs."""
+        """Read positions in order, until one lacks a needed block."""
         for index, position in enumerate(read.positions):
             if read.is_over:
                 return
-            row: dict[tuple[int, int], StoredBlock] = {}
-            for column, is_needed in enumerate(self._is_needed):
+            row: dict[Place, StoredBlock] = {}
+            for column in range(len(self.shelves)):
                 block = self._read_block(BlockKey(read.digest, position.hash, column), position, reader)
                 if block is not None:
                     row[index, column] = block
-                elif is_needed or column == 0:
+                elif column < self._num_whole:
                     return
             with self._changed:
                 if read.is_over:
@@ -399,8 +388,9 @@ class FileTier:
                 self._num_tries = 0
         if block.token_ids != position.token_ids:
             raise BlockFileError(f"{key.name}: other token ids than the prompt's")
-        if len(block.data) != self._num_bytes[key.column]:
-            raise BlockFileError(f"{key.name}: {len(block.data)} bytes, expected {self._num_bytes[key.column]}")
+        num_bytes = self.shelves[key.column].num_file_bytes
+        if len(block.data) != num_bytes:
+            raise BlockFileError(f"{key.name}: {len(block.data)} bytes, expected {num_bytes}")
         return block
 
     def _write_blocks(self) -> None:
@@ -421,11 +411,11 @@ class FileTier:
                     self.num_written += 1
                 else:
                     self.num_dropped += 1
-            except Exception as error:  # also of others' code
+            except Exception as error:  # may come from the store's own code
                 self._count_fault(error)
 
     def _count_fault(self, error: Exception) -> None:
-        """Count a fault, and log it unless it was logged before: a full disk is one line, not one for each block."""
+        """Count a fault, and log it once, so that a full disk does not log a line for each block."""
         text = str(error)
         with self._changed:
             self.num_faults += 1

@@ -1,4 +1,4 @@
-"""A cache folder: files of blocks that several processes write and read, within a limit of bytes."""
+"""Cache folder: block files that several processes share, within a size limit."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from paged.cache.tiers.block_store import BlockStore
 
 _LOCK_NAME = ".lock"
 _PART_SUFFIX = ".part"
-# Names that this class gives: a folder for each digest, and files of blocks, or of parts of them, there.
+# File names: a subfolder for each digest, with files of blocks and temporary files of unfinished writes.
 _FOLDER_NAME = re.compile(r"[0-9a-f]{32}")
 _FILE_NAME = re.compile(rf"[0-9a-f]{{64}}-\d{{1,9}}{re.escape(SUFFIX)}(\.[0-9a-f]+{re.escape(_PART_SUFFIX)})?")
-# A file that is still being written after an hour is of a process that has ended. A file that was used an hour from now
-# was used before the clock went back.
+# The process of a file that is unfinished after this time has ended. If a file's last use lies further than this in the
+# future, the clock was set back.
 _ABANDONED_S = 3600.0
-# Of the limit: what remains after a clean-up, so that not every write needs one.
+# Fraction of the limit that remains after a clean-up, so that not every write needs one.
 _KEPT_FRACTION = 0.9
 
 
 class CacheFile(NamedTuple):
-    """A file in the folder: its path, its bytes, and the seconds since the epoch when it was last used."""
+    """A file in the folder: path, size in bytes, time of last use in seconds since the epoch."""
 
     path: Path
     num_bytes: int
@@ -37,23 +37,23 @@ class CacheFile(NamedTuple):
 
     @property
     def is_part(self) -> bool:
-        """Whether it is still being written, or was when its process ended."""
+        """Whether the file is unfinished: being written, or left by a process that ended."""
         return self.path.suffix == _PART_SUFFIX
 
 
 class CacheFolder(BlockStore):
-    """Reads and writes blocks in a folder. Methods raise OSError where the file system does.
+    """Reads and writes blocks in a folder. Errors of the file system are raised as OSError.
 
-    Files are written under a temporary name and renamed, so that no process sees half a file. With a limit, a lock
-    file holds the sum of their bytes: a process counts a file there before it writes it. The least recently used files
-    of all models go first.
+    Files are written under a temporary name and renamed, so that no process sees half a file. With a limit, a lock file
+    holds the total size, and a process adds a file to it before writing the file. If the limit is exceeded, the least
+    recently used files of all models are removed.
 
-    Whatever else lies in the folder is left alone and not counted. Only regular files are opened for reading; pipes,
-    devices, and links, which are not followed, are errors in the place of a block.
+    Other content of the folder is neither changed nor counted. Only regular files are opened for reading. A pipe,
+    device or link under a block's name is an error; links are not followed.
     """
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
-        """limit_bytes: of all files together; None for no limit. The folder is made if there is none."""
+        """Create the folder if it is missing. limit_bytes: limit for all files together; None for no limit."""
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.path = path
         self.limit_bytes = limit_bytes
@@ -75,7 +75,7 @@ class CacheFolder(BlockStore):
         """Return the bytes of a block's file.
 
         Raises:
-            BlockFileError: its size is not that of its header, or that of no block of this cache.
+            BlockFileError: its size differs from the header, or exceeds any block of this cache.
         """
         try:
             with self._opened(name) as file:
@@ -86,7 +86,7 @@ class CacheFolder(BlockStore):
                 if self._most_bytes is not None and size > self._most_bytes:
                     raise BlockFileError(f"{name}: {size} bytes, expected at most {self._most_bytes}")
                 content = _read(file, size)
-                with contextlib.suppress(OSError):  # a folder that is only read
+                with contextlib.suppress(OSError):  # the folder may be read-only
                     os.utime(file)
                 return content
         except FileNotFoundError:
@@ -96,7 +96,7 @@ class CacheFolder(BlockStore):
         """Return the key and the number of tokens of a block's file, after checking all of it.
 
         Raises:
-            BlockFileError: as `block_file.verify`.
+            BlockFileError: see `block_file.verify`.
         """
         with self._opened(name) as file, os.fdopen(os.dup(file), "rb") as opened:
             return verify(opened, os.fstat(file).st_size)
@@ -106,17 +106,17 @@ class CacheFolder(BlockStore):
         return True
 
     def complete(self) -> None:
-        """Do nothing: a file is there for others as soon as it has its name."""
+        """Do nothing, because a file is visible to other processes once it is renamed."""
 
     def store(self, name: str, content: bytes) -> bool:
-        """Write a file unless it exists; False if the limit leaves no room for it."""
+        """Write a file unless it exists; return False if it does not fit into the limit."""
         if self.limit_bytes is None:
             self._write(name, content)
             return True
         if len(content) > self.limit_bytes:
             return False
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._locked() as lock:  # to the end, so that a clean-up finds all files that are counted
+        with self._locked() as lock:  # held during the write, so that a clean-up sees every counted file
             if self._has(name):
                 return True
             if not self._reserve(lock, len(content), self.limit_bytes):
@@ -125,20 +125,20 @@ class CacheFolder(BlockStore):
         return True
 
     def files(self) -> list[CacheFile]:
-        """Return all files of blocks, those that are being written included, least recently used first."""
+        """Return all block files, unfinished ones included, least recently used first."""
         return sorted(self._files(), key=lambda file: file.used_at)
 
     def foreign(self) -> list[Path]:
-        """Return what has the name of a block's file, but is no regular file."""
+        """Return paths that have a block file's name but are no regular files."""
         return [Path(entry.path) for entry in self._entries() if not entry.is_file(follow_symlinks=False)]
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
-        """Yield what has the name of a block's file or of a part of one."""
+        """Yield the entries with the name of a block file or of a temporary file."""
         with os.scandir(self.path) as folders:
             for folder in folders:
                 if not _FOLDER_NAME.fullmatch(folder.name) or not folder.is_dir(follow_symlinks=False):
                     continue
-                with contextlib.suppress(OSError), os.scandir(folder.path) as entries:  # gone, or not to be read
+                with contextlib.suppress(OSError), os.scandir(folder.path) as entries:  # removed or not readable
                     for entry in entries:
                         if _FILE_NAME.fullmatch(entry.name):
                             yield entry
@@ -151,7 +151,7 @@ class CacheFolder(BlockStore):
                     yield CacheFile(Path(entry.path), status.st_size, status.st_mtime)
 
     def _has(self, name: str) -> bool:
-        """Return whether a block has a file that can be read; whatever else has its name is replaced by a write."""
+        """Return whether a block has a readable file. A write replaces anything else of that name."""
         path = self.path / name
         try:
             is_regular = stat.S_ISREG(path.lstat().st_mode)
@@ -164,7 +164,7 @@ class CacheFolder(BlockStore):
         """Open a block's file for reading.
 
         Raises:
-            OSError: it is no regular file; a pipe is not waited for, a device not read.
+            OSError: it is no regular file. Pipes are not waited for, and devices are not read.
         """
         folder_name, _, file_name = name.rpartition("/")
         folder = os.open(self.path / folder_name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -199,9 +199,10 @@ class CacheFolder(BlockStore):
             os.close(folder)
 
     def _reserve(self, lock: int, num_bytes: int, limit: int) -> bool:
-        """Count the bytes of a new file, and remove others if there are too many; False if too many remain."""
+        """Add the bytes of a new file to the total and remove old files if needed; False if it still does not fit."""
         text = os.pread(lock, 32, 0)
-        total = int(text) if text.isdigit() else limit  # unknown: look
+        # If the total is unknown, force a clean-up, which counts the files.
+        total = int(text) if text.isdigit() else limit
         if total + num_bytes > limit:
             total = self._clean_up(max(0, int(limit * _KEPT_FRACTION) - num_bytes))
         has_room = total + num_bytes <= limit
@@ -211,16 +212,16 @@ class CacheFolder(BlockStore):
         return has_room
 
     def _clean_up(self, num_kept_bytes: int) -> int:
-        """Remove files until at most so many bytes remain; return how many do."""
+        """Remove files until at most `num_bytes` remain; return the remaining bytes."""
         now = time.time()
-        # Files from the future go first: each new file would be older and go in their place.
+        # Remove files with a time in the future first; otherwise they would outlive every new file.
         files = sorted(self._files(), key=lambda file: (file.used_at <= now + _ABANDONED_S, file.used_at))
         total = sum(file.num_bytes for file in files)
         for file in files:
             is_abandoned = file.is_part and abs(now - file.used_at) > _ABANDONED_S
             is_surplus = not file.is_part and total > num_kept_bytes
             if is_abandoned or is_surplus:
-                with contextlib.suppress(OSError):  # another user's, or of a folder that is only read
+                with contextlib.suppress(OSError):  # another user's file, or a read-only folder
                     file.path.unlink(missing_ok=True)
                     total -= file.num_bytes
         return total
@@ -228,7 +229,7 @@ class CacheFolder(BlockStore):
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
         """Hold the folder's lock, and yield the lock file."""
-        import fcntl  # which systems without fork lack
+        import fcntl  # missing on systems without fork
 
         folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -243,10 +244,10 @@ class CacheFolder(BlockStore):
 
 
 def _open_regular(name: str, flags: int, folder: int) -> int:
-    """Open a regular file of an open folder, without waiting for a pipe's other end and without following links.
+    """Open a regular file of an open folder, without waiting for pipes and without following links.
 
     Raises:
-        OSError: it is something else.
+        OSError: it is not a regular file.
     """
     try:
         file = os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -261,7 +262,7 @@ def _open_regular(name: str, flags: int, folder: int) -> int:
 
 
 def _read(file: int, num_bytes: int) -> bytes:
-    """Return the first bytes of a file, fewer if it ends before."""
+    """Return the first bytes of a file, fewer if it is shorter."""
     pieces: list[bytes] = []
     num_read = 0
     while num_read < num_bytes and (piece := os.pread(file, num_bytes - num_read, num_read)):

@@ -1,4 +1,4 @@
-"""Notifications of a host tier: blocks that come to host memory and leave it."""
+"""Notifications of a host tier: blocks stored in host memory and removed from it."""
 
 from __future__ import annotations
 

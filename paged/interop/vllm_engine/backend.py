@@ -27,20 +27,20 @@ from vllm.v1.attention.backend import (
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
 from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder, attend_shard
-from paged.kernels.attention.config import step_sizes
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.common.attention.plan import MAX_HEAD_DIM
-from paged.kernels.common.compilation import run_compiled, serving_begins
-from paged.kernels.common.operation import bound_for, layout
+from paged.kernels.attention.tiles import step_sizes
+from paged.kernels.core.checks import MAX_HEAD_DIM
+from paged.kernels.core.launch import run_compiled, serving_begins
+from paged.kernels.core.operation import bound_for, layout
 
 
 class PagedBackend(AttentionBackend):
-    """Declares the backend's features to vLLM; features not declared here have vLLM's default, unsupported."""
+    """Declares the backend's features to vLLM. By vLLM's default, all other features are unsupported."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
     forward_includes_kv_cache_update = False
-    # vLLM 0.33: layers may write the cache in a fused operation and then call `forward` without key and value.
+    # In vLLM 0.33, layers may write the cache in a fused operation and then call `forward` without key and value.
     supports_kv_cache_update_bypass = True
     get_name = staticmethod(lambda: "CUSTOM")
     get_impl_cls = staticmethod(lambda: PagedImpl)
@@ -49,7 +49,7 @@ class PagedBackend(AttentionBackend):
     supports_head_size = classmethod(lambda cls, head_size: 1 <= head_size <= MAX_HEAD_DIM)
     supports_sink = supports_sliding_window = supports_non_causal = classmethod(lambda cls: True)
     supports_per_head_quant_scales = supports_batch_invariance = supports_sink
-    # The kernels are compiled for sm_80 and later, and for gfx942, which reports 9.4; None is a CPU.
+    # The kernels are compiled for sm_80 and later and for gfx942, which reports 9.4. On a CPU, the capability is None.
     supports_compute_capability = classmethod(
         lambda cls, capability: capability is None or capability >= DeviceCapability(8, 0)
     )
@@ -58,7 +58,7 @@ class PagedBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *_args: Any, **_options: Any
     ) -> str | None:
-        """Check that a 16-bit cache has the model's own dtype."""
+        """Return a reason unless a 16-bit cache has the model's dtype."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"kv_cache_dtype {kv_cache_dtype} is not supported for a model in {dtype}"
         return None
@@ -89,8 +89,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         """Take vLLM's arguments, in its order; sliding_window includes the query's own position.
 
         Raises:
-            UnsupportedError: encoder or cross attention, another kv_cache_dtype, an unknown argument, or ALiBi or a
-                window if the cache is distributed over ranks.
+            UnsupportedError: encoder or cross attention, another kv_cache_dtype, an unknown argument, or a cache
+                distributed over ranks together with ALiBi or a window.
         """
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
@@ -105,7 +105,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        # Causal attention cuts off the right edge; otherwise the window has two sides.
+        # The window has two sides; causal attention cuts off the right side.
         self.window_size = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
         self.kv_cache_dtype = kv_cache_dtype
         self.is_scaled = kv_cache_dtype in E4M3_CACHES
@@ -114,7 +114,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.is_batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        # Properties, besides layouts of tensors, of layers whose calls can share a binding.
+        # Layers can share a binding if these properties and the layouts of their tensors are equal.
         slopes = None if alibi_slopes is None else tuple(alibi_slopes)
         self.kind = self.scale, self.window_size, self.logits_soft_cap, self.is_batch_invariant, slopes
         _WARMUP.register_warmup()
@@ -131,16 +131,16 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache and write `output`; rows beyond the batch, and profiling without metadata, return 0.
+        """Attend to the cache and write `output`. Rows beyond the batch, and all rows without metadata, become 0.
 
         Args:
             query: [num_tokens, num_q_heads, head_dim].
             output: [num_tokens, num_q_heads, v_head_dim].
-            key, value: used only if the cache is distributed over ranks; `do_kv_cache_update` has written them.
-            kv_cache: as above.
+            key, value: used only if the cache is distributed over ranks; otherwise they are read from the cache.
+            kv_cache: see the module.
 
-        Raises:
-            UnsupportedError: a scale of the output, or another cache layout.
+            Raises:
+                UnsupportedError: an output scale, or another cache layout.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("output_scale, output_block_scale: attention here does not quantise its output")
@@ -165,7 +165,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             )
             return output.copy_(attended)
         kind = self.kind, causal if isinstance(causal, bool) else None, block_table.stride()
-        bound_for(paged_attention, *kind, *layout(k_cache, v_cache, output, self.sinks, *scales.values()))(
+        bound_for(paged_attention, "plan", *kind, *layout(k_cache, v_cache, output, self.sinks, *scales.values()))(
             query,
             k_cache,
             v_cache,
@@ -192,7 +192,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
     ) -> None:
         """Write key and value to the cache.
 
-        key: [at least num_tokens, num_kv_heads, head_dim], value [..., v_head_dim]. slot_mapping: int64 [num_tokens].
+        key: [num_tokens or more, num_kv_heads, head_dim]. value: [..., v_head_dim]. slot_mapping: int64 [num_tokens].
         """
         caches = self._caches(kv_cache, value.shape[-1])
         scales = layer._k_scale, layer._v_scale
@@ -211,20 +211,20 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         return k_cache, v_cache
 
 
-# A layer, a number of rows, the keys to choose tiles for, and whether each sequence has its own causal flag.
+# Layer, number of rows, number of keys for the choice of tiles, and whether each sequence has its own causal flag.
 LayerStep = tuple[Any, int, int, bool]
 
 
 class AttentionWarmup(VllmJitKernel[LayerStep]):
-    """Attention and cache-write kernels for vLLM's registry of kernels to compile before requests arrive.
+    """Warm-up of attention and cache-write kernels for vLLM's kernel registry.
 
-    vLLM asks for the steps after the layers have their caches, and compiles them before it captures graphs.
+    vLLM asks for the steps when the layers have their caches, and compiles them before it captures graphs.
     """
 
     def get_warmup_keys(self, vllm_config: Any) -> list[LayerStep]:
-        """Return steps of every size that selects tiles, for each layer.
+        """Return steps of every size that selects other tiles, for each layer.
 
-        There are none if the cache is distributed over ranks, because their layers wait for each other.
+        If the cache is distributed over ranks, there are none, because the ranks would wait for each other.
         """
         context = vllm_config.compilation_config.static_forward_context
         layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), PagedImpl)]
@@ -244,22 +244,22 @@ class AttentionWarmup(VllmJitKernel[LayerStep]):
         self.compile_many([compile_key])
 
     def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
-        """Compile several kernels at once and launch them; afterwards PAGED_JIT decides about compilations."""
+        """Compile several kernels at once and launch them. Afterwards PAGED_JIT controls compilation."""
         steps = list(compile_keys)
 
         def run() -> None:
             for step in steps:
                 _run(*step)
 
-        is_disabled = None if is_global_first_rank() else True  # None: disabled unless on a terminal
+        is_disabled = None if is_global_first_rank() else True  # None: tqdm shows the bar only on a terminal
         run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=is_disabled))
         serving_begins()
 
 
 def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
-    """Write and attend to padding only; q, k and v are views of one tensor, separate, or only v is a view."""
+    """Write and attend to padding only. q, k and v are views of one tensor, separate, or only v is a view."""
     device = layer.kv_cache.device
-    none = torch.zeros(2, dtype=torch.int32, device=device)  # offsets without a query: all rows are padding
+    none = torch.zeros(2, dtype=torch.int32, device=device)  # no queries, so all rows are padding
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
     metadata = PagedMetadata(
         num_actual_tokens=rows,

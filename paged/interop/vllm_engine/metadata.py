@@ -1,8 +1,8 @@
-"""One step's batch for vLLM's attention layers, also with decode context parallelism; importing this imports vLLM.
+"""Metadata of a step for vLLM's attention layers, also with decode context parallelism; imports vLLM.
 
-With decode context parallelism vLLM distributes the cache's positions over the ranks of a group. Each rank attends
-with all ranks' queries to its positions. Results are merged by their log-sum-exps, and then with attention to the
-step's own keys, which every rank has. All ranks have the same KV head.
+With decode context parallelism, vLLM distributes the cache's positions over the ranks of a group. Each rank attends
+with the queries of all ranks to its own positions. The results are merged by their log-sum-exps, then merged with
+attention to the step's own keys, which every rank has. All ranks have the same KV head.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 from paged.errors import UnsupportedError
 from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import paged_attention
-from paged.kernels.common.attention.plan import AttentionPlan
+from paged.kernels.attention.plan import AttentionPlan
 
 
 @dataclass(frozen=True)
 class ContextShard:
     """One rank's part of a step, for the layers of a group.
 
-    context: plan for its positions before the step. new_keys: plan for the step's own keys, in blocks of one.
-    new_table: int32 [num_seqs, longest query], rows of these keys.
+    context: plan for the rank's positions before the step. new_keys: plan for the step's own keys, in blocks of one.
+    new_table: int32 [num_seqs, longest query], rows of the step's keys.
     """
 
     context: AttentionPlan
@@ -40,7 +40,7 @@ class ContextShard:
 
     @classmethod
     def of(cls, common: Any, world_size: int, rank: int, interleave_size: int) -> ContextShard:
-        """Make the part from vLLM's metadata; interleave_size: number of consecutive positions on one rank."""
+        """Make the part from vLLM's metadata. interleave_size: number of consecutive positions on one rank."""
         offsets, longest = common.query_start_loc, common.max_query_len
         query_lens = offsets.diff()
         context_lens = get_dcp_local_seq_lens(common.seq_lens - query_lens, world_size, rank, interleave_size)
@@ -53,7 +53,7 @@ class ContextShard:
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """One step's batch for the layers of one group, with the names of vLLM's own backends, which connectors read.
+    """Metadata of a step for the layers of one group. Field names follow vLLM's backends, because connectors read them.
 
     Attributes:
         query_start_loc: int32 [num_seqs + 1].
@@ -62,8 +62,8 @@ class PagedMetadata(AttentionMetadata):
         slot_mapping: int64 [num_tokens].
         num_actual_tokens, max_query_len, max_seq_len: upper bounds known to the host.
         causal: bool, or one flag for each sequence.
-        shard: this rank's part, if the cache is distributed over ranks.
-        plans: by whether a CUDA graph is being captured.
+        shard: this rank's part if the cache is distributed over ranks, else None.
+        plans: plan by whether a CUDA graph is being captured.
     """
 
     num_actual_tokens: int
@@ -78,10 +78,10 @@ class PagedMetadata(AttentionMetadata):
     plans: dict[bool, tuple[AttentionPlan, bool | torch.Tensor]] = field(default_factory=dict)
 
     def plan(self) -> tuple[AttentionPlan, bool | torch.Tensor]:
-        """Return the step's plan and causality as `paged_attention` takes them, shared by the layers of the step.
+        """Return the step's plan and causality for `paged_attention`, shared by the layers of the step.
 
-        A captured graph must split the batch anew in every replay. So its first layer makes a new plan, even if the
-        same metadata served a warm-up.
+        A captured graph must split the batch again in every replay. Therefore its first layer makes a new plan, even if
+        the same metadata served a warm-up.
         """
         capturing = _is_capturing(self.seq_lens)
         if capturing not in self.plans:
@@ -94,9 +94,9 @@ class PagedMetadata(AttentionMetadata):
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Makes a step's metadata from vLLM's, without a copy or a launch."""
+    """Makes a step's metadata from vLLM's without a copy or launch."""
 
-    # Work lists are made on the device; launch sizes follow from upper bounds that hold for every replay.
+    # Always supported, because work lists are made on the device, and launch sizes are upper bounds for every replay.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
     supports_draft_decode_metadata_update = True
     supports_update_block_table = True
@@ -109,17 +109,17 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return NEVER if the cache is distributed over ranks: each rank's positions are counted in every step."""
+        """Return NEVER if the cache is distributed over ranks, because the host counts positions in every step."""
         is_whole = vllm_config.parallel_config.decode_context_parallel_size == 1
         return cls._cudagraph_support if is_whole else AttentionCGSupport.NEVER
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedMetadata:
-        """Make the metadata from vLLM's arguments; common_prefix_len is always 0, and fast_build changes nothing.
+        """Make the metadata from vLLM's arguments. common_prefix_len is always 0, and fast_build has no effect.
 
         Raises:
-            UnsupportedError: tokens see later ones (images of a prefix LM).
+            UnsupportedError: tokens see later tokens (images of a prefix LM).
         """
         common = common_attn_metadata
         if common.mm_req_doc_ranges is not None:
@@ -140,9 +140,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedMetadata:
-        """Run `build` with lengths of 1 for the capture, because a warm-up at the model's longest length takes long.
+        """Run `build` with lengths of 1, because a warm-up at the model's longest length takes long.
 
-        The lengths' tensor is vLLM's own, which vLLM fills again before every replay.
+        The tensor of lengths belongs to vLLM, which fills it again before every replay.
         """
         metadata = self.build(0, common_attn_metadata)
         metadata.seq_lens.fill_(1)
@@ -151,11 +151,11 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def update_block_table(
         self, metadata: PagedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> PagedMetadata:
-        """Return the same batch with another group's blocks; the plan is shared."""
+        """Return the same batch with another group's blocks, sharing the plan."""
         return replace(metadata, block_table=blk_table[: metadata.block_table.shape[0]], slot_mapping=slot_mapping)
 
     def update_draft_decode_metadata(self, metadata: PagedMetadata) -> None:
-        """Drop the plans after lengths changed in place; the next layer makes a new one, in the graph if captured."""
+        """Drop the plans after lengths changed in place. The next layer makes a new plan, also within a graph."""
         metadata.plans.clear()
 
 
@@ -176,9 +176,9 @@ def attend_shard(
     All ranks of the group call it.
 
     Args:
-        query: [num_tokens, num_q_heads, head_dim], of this rank's heads.
+        query: [num_tokens, num_q_heads, head_dim], this rank's heads.
         new: the step's keys [num_tokens, num_kv_heads, head_dim] and values.
-        caches, block_table: as `paged_attention` takes them.
+        caches, block_table: arguments of `paged_attention`.
         scales: k_scale and v_scale of the caches.
         options: other arguments of both attention calls.
     """
@@ -204,5 +204,5 @@ def attend_shard(
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:
-    """Return whether work on the tensor's device is being captured in a graph; False on CPU builds of torch."""
+    """Return whether a graph is being captured on the tensor's device; False on CPU builds of torch."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

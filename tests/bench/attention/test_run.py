@@ -19,7 +19,7 @@ from paged.bench.check import WrongResultError
 from paged.bench.contest import Peer
 from paged.bench.limits import Ceilings
 from paged.errors import InvalidInputError
-from paged.kernels.common.device import has_numba
+from paged.kernels.core.device import has_numba
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 SETTING = Setting(torch.device("cpu"), 2)

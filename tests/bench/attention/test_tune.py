@@ -8,10 +8,9 @@ import torch
 from paged.bench.attention.cases import CASES
 from paged.bench.attention.tune import NAMES, candidates, cases, with_tile
 from paged.bench.benchmark import Setting
-from paged.kernels.attention.config import AttentionShape
-from paged.kernels.common.attention.keys import NO_LIMIT
-from paged.kernels.common.attention.plan import AttentionPlan, AttentionTile
-from paged.kernels.mla.config import MlaShape
+from paged.kernels.attention.call import AttentionShape, MlaShape
+from paged.kernels.attention.keys import NO_LIMIT
+from paged.kernels.attention.plan import AttentionPlan, AttentionTile
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

@@ -41,7 +41,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> dict[str, _Process]:
             for process in made.values():
                 process.slower = 1.0
 
-    monkeypatch.setattr(busy, "_process", lambda way, dtype: made[way])
+    monkeypatch.setattr(busy, "process_of", lambda way, dtype: made[way])
     monkeypatch.setattr(busy, "neighbours", Load)
     monkeypatch.setattr(busy, "cores_left", lambda count, seconds: 1.0)
     return made
@@ -59,7 +59,7 @@ def test_beside_neighbours_the_goal_is_the_fair_time(processes: dict[str, _Proce
     [goal] = row["goals"]
     assert (goal["value"], goal["met"]) == (pytest.approx(1.5), False)
     assert _measure("busy.8.1")["goals"][0]["met"]
-    assert "spin 300000 1.00x" in line(row)
+    assert "all threads, spin 300000 1.00x" in line(row)
 
 
 def test_without_neighbours_the_goal_is_libgomps_default(processes: dict[str, _Process]) -> None:
@@ -77,13 +77,14 @@ def test_invariant_steps_beside_plain_ones() -> None:
     assert row["goals"][0]["value"] == pytest.approx(0.5)
 
 
-def test_each_way_to_wait_is_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ours is made by the process itself."""
+def test_each_way_is_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How threads wait in ours is set by the process itself."""
     monkeypatch.setenv(SPIN_VARIABLE, SPIN_COUNT)
     ways = busy._ways()
-    assert SPIN_VARIABLE not in ways[OURS]
-    assert ways["spin 300000"][SPIN_VARIABLE] == "300000"
-    assert ways["one thread"]["OMP_NUM_THREADS"] == "1"
+    assert SPIN_VARIABLE not in ways[OURS].variables
+    assert ways["all threads, spin 300000"].variables[SPIN_VARIABLE] == "300000"
+    assert ways["one thread"].variables["OMP_NUM_THREADS"] == "1"
+    assert [name for name, way in ways.items() if way.threads == "all"] == ["all threads", "all threads, spin 300000"]
 
 
 @pytest.mark.usefixtures("by_pytorch")

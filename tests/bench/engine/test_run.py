@@ -32,13 +32,13 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overhead_leaves_out_executor_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that sleeps does not count: all else takes a small part of its time."""
     slept_s = 0.1
-    forward = bench_engine.PagedAttentionExecutor.unified_decode
+    forward = bench_engine.PagedAttentionExecutor.run
 
-    def slow(self: object, batch: object) -> object:
+    def slow(self: object, step: object) -> object:
         time.sleep(slept_s)
-        return forward(self, batch)  # type: ignore[arg-type]
+        return forward(self, step)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bench_engine.PagedAttentionExecutor, "unified_decode", slow)
+    monkeypatch.setattr(bench_engine.PagedAttentionExecutor, "run", slow)
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100)
     row = bench_engine.overhead("x", params, Setting(CPU, 5))
     assert 0 < row["detail"]["lowest_us"] <= row["value"] < row["detail"]["with_sampling_us"]

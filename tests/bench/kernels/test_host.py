@@ -18,8 +18,8 @@ _SCRIPT = """
 import gc, json, os, weakref
 import torch
 from paged.bench.kernels import host
-from paged.kernels.common.compilation import serving_begins
-from paged.kernels.common.device import using_numba
+from paged.kernels.core.launch import serving_begins
+from paged.kernels.core.device import using_numba
 
 host.pretend_gpu()
 found = {}

@@ -7,14 +7,16 @@ import torch
 
 import paged
 from paged.bench.attention.cases import AttentionCase
+from paged.bench.benchmark import Setting
+from paged.bench.cards.arguments import Arguments
+from paged.bench.cards.card import Card
 from paged.bench.check import WrongResultError
-from paged.bench.kernels.cases import CASES, Case
+from paged.bench.kernels.run import CASES, Case
 from paged.bench.limits import Ceilings, Cost
-from paged.bench.operations import DEFINITIONS, Definition
 from tests.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
-CPU = torch.device("cpu")
+SETTING = Setting(torch.device("cpu"), 1)
 ATTENTION = AttentionCase("mixed", "tiny", (), heads=(4, 2), block_size=16, head_dim=8)
 
 
@@ -52,7 +54,7 @@ def test_attention_cost() -> None:
 )
 def test_bytes_of_the_row_operations(name: str, num_bytes: int) -> None:
     (case,) = (case for case in CASES if case.name == name)
-    assert case.work("check", CPU, torch.float32).cost == Cost(0, num_bytes)
+    assert case.card.cost(case.card, case.draw("check", SETTING)) == Cost(0, num_bytes)
 
 
 def test_bound_is_the_slower_of_memory_and_matmul() -> None:
@@ -63,21 +65,21 @@ def test_bound_is_the_slower_of_memory_and_matmul() -> None:
 
 def test_every_public_kernel_has_a_case() -> None:
     assert {"paged_attention", "fused_moe"} <= set(OPERATIONS)
-    assert {case.operation for case in CASES} == set(OPERATIONS)
+    assert {case.card.name for case in CASES} == set(OPERATIONS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each operation is replaced by one whose last element is off by one, or by nothing where it returns none."""
-    work = case.work("check", CPU, torch.float32)
-    definition = DEFINITIONS[case.operation]
-    expected = {name: tensor.clone() for name, tensor in definition.want(work.arguments).items()}
-    monkeypatch.setattr(Definition, "want", lambda *_: expected)
-    work.check()
-    right = getattr(paged, case.operation)
+    card = case.card
+    arguments = case.draw("check", SETTING)
+    expected = {name: tensor.clone() for name, tensor in card.want(arguments).items()}
+    monkeypatch.setattr(Card, "want", lambda *_: expected)
+    _check(card, arguments)
+    right = getattr(paged, card.name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        if case.operation in ("reshape_and_cache", "concat_and_cache_mla", "copy_blocks"):
+        if card.name in ("reshape_and_cache", "concat_and_cache_mla", "copy_blocks"):
             return None
         last = result = right(*args, **kwargs)
         while not isinstance(last, torch.Tensor):
@@ -85,7 +87,12 @@ def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, m
         last.view(-1)[-1] += 1
         return result
 
-    monkeypatch.setattr(paged, case.operation, wrong)
+    monkeypatch.setattr(paged, card.name, wrong)
     torch.manual_seed(0)  # the same tensors
     with pytest.raises(WrongResultError, match="elements are wrong"):
-        case.work("check", CPU, torch.float32).check()
+        _check(card, case.draw("check", SETTING))
+
+
+def _check(card: Card, arguments: Arguments) -> None:
+    for result in card.check(arguments).values():
+        result.check()

@@ -9,11 +9,12 @@ import torch
 pytest.importorskip("triton", reason="vLLM's kernels need triton")
 
 import paged
-from paged.bench.check import Result
+from paged.bench.check import agreement
 from paged.bench.moe import peers as moe_peers
-from paged.bench.moe.cases import MODELS, MoeCase
-from paged.bench.moe.formats import Format
+from paged.bench.moe.cases import MODELS
 from paged.bench.moe.peers import vllm_call
+from paged.bench.problems.experts import MoeCase
+from paged.bench.problems.formats import Format
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None, reason="vLLM's Python files are not on the path"
@@ -31,4 +32,4 @@ def test_result_is_ours(num_tokens: int, layout: Format | None, monkeypatch: pyt
     case = replace(case, model=replace(case.model, num_experts=8, top_k=2, num_local_experts=8))
     layer, batch = (make(torch.device("cpu"), torch.float16) for make in (case.layer, case.batch))
     ours = paged.fused_moe(*layer.arguments(batch), **layer.options)
-    Result(vllm_call(case, layer, batch)(), ours, budgets=1 if layout is None else 2).check()
+    agreement(vllm_call(case, layer, batch)(), ours, factor=1 if layout is None else 2).check()

@@ -11,9 +11,10 @@ import torch
 import paged
 from paged.bench.limits import Ceilings, Cost
 from paged.bench.moe import run as bench_moe
-from paged.bench.moe.cases import CASES, MODELS, MoeCase
-from paged.bench.moe.formats import Format
+from paged.bench.moe.cases import CASES, MODELS
 from paged.bench.moe.run import goals, main
+from paged.bench.problems.experts import MoeCase
+from paged.bench.problems.formats import Format
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")
 CPU = torch.device("cpu")

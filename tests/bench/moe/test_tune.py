@@ -13,9 +13,10 @@ import torch
 pytest.importorskip("triton", reason="tuning needs triton")
 
 from paged.bench.moe import tune as tune_module
-from paged.bench.moe.cases import MODELS, MoeCase, MoeModel
+from paged.bench.moe.cases import MODELS
 from paged.bench.moe.tune import Candidate, by_promise, compiled, new_table, search_space, shape_of, timer, tune
-from paged.kernels.common.device import Device
+from paged.bench.problems.experts import MoeCase, MoeModel
+from paged.kernels.core.device import Device
 from paged.kernels.moe import config as moe_config
 from paged.kernels.moe.config import MoeTile, MoeTiles, fallback_tiles, load_table, moe_tiles, table_name
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from paged.batch import KvSlotRequest
 from paged.cache.events import BlocksStored, CacheEvent
 from paged.cache.groups import CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, OutOfBlocksError
+from paged.step.batch import KvSlotRequest
 from tests.cache.snapshot import published_hashes
 
 MODULUS = 8191
@@ -63,8 +63,8 @@ def state_of(ids: Sequence[int]) -> tuple[float, list[float]]:
 class HashingModel:
     """Writes slots as the kernels' contract says, and knows from events which tokens every published block ends."""
 
-    def __init__(self, manager: PagedKvCacheManager) -> None:
-        self.manager, self.state = manager, manager.state(1)
+    def __init__(self, manager: PagedKvCacheManager, layer: int = 1) -> None:
+        self.manager, self.state = manager, manager.state(layer)
         self.ids_of: dict[Any, list[int]] = {}
         manager.subscribe(self._note)
 
@@ -132,18 +132,18 @@ class HashingModel:
     def check(self, texts: dict[Any, list[int]]) -> None:
         """Every sequence and every snapshot holds the state of its tokens."""
         self.manager.check_integrity()
-        states, hashes = self.manager._recurrent, published_hashes(self.manager)
+        states, hashes = self.manager._kinds[-1], published_hashes(self.manager)
         for handle in self.manager.handles():
-            state, ids = handle._state, texts[handle.cache_id]
+            slot, ids = states.get(handle._state).slot, texts[handle.cache_id]
             assert handle.num_tokens == len(ids)
-            if state.slot:
-                assert self.read(state.slot, states.slots.cursor(state.slot, len(ids))) == state_of(ids)
+            if slot:
+                assert self.read(slot, states.positions.cursor(slot, len(ids))) == state_of(ids)
             else:
                 assert not ids or handle.is_swapped
-        for block, (slot, position) in states.snapshots.items():
+        for block, (slot, position) in states.kept.items():
             ids = self.ids_of[hashes[block]]
             assert len(ids) == position
-            assert self.read(slot, states.slots.cursor(slot, position)) == state_of(ids)
+            assert self.read(slot, states.positions.cursor(slot, position)) == state_of(ids)
 
 
 class RandomCalls:

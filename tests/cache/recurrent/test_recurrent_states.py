@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
-from paged import KvSlotRequest, PagedKvCacheManager
+from paged import KvSlotRequest, PagedKvCacheManager, RecurrentSpec
+from paged.cache.tensors import StateTensors
 from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedError
 from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
 from tests.cache.stress.test_failed_calls import OURS
@@ -46,6 +48,35 @@ def test_every_state_equals_the_recurrence(
     assert min(calls.seen.values()) > count // 1000, calls.seen
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("decays_channels", "rank"), [(False, 1), (True, 1), (True, 2)])
+def test_bytes_of_a_slot(decays_channels: bool, rank: int, state_dtype: torch.dtype) -> None:
+    """34 layers of GLM-5.3-Flash: 136 MiB of states in float32."""
+    spec = RecurrentSpec(
+        tuple(range(34)), 3 * 64 * 128, 4, 64, 128, 64, 128, 2,
+        decays_channels=decays_channels, rank=rank, state_dtype=state_dtype,
+    )  # fmt: skip
+    states = StateTensors(spec, torch.bfloat16, torch.device("meta"))
+    assert states.bytes_per_slot == spec.slot_bytes(torch.bfloat16)
+    layer = states.layer(33)
+    assert layer.state is not None
+    assert layer.state.dtype == state_dtype
+    assert spec.state_bytes == 34 * layer.state[0].nbytes == (34 << 20) * state_dtype.itemsize
+    rings = layer.rings()
+    assert rings.rank == rank
+    assert rings.g.shape[2:] == ((64, 128) if decays_channels else (64,))
+
+
+def test_rejects_sizes_of_states() -> None:
+    for bad, message in (
+        ({"rank": 3}, "rank: 3, expected"),
+        ({"decays_channels": 2}, "decays_channels: 2"),
+        ({"state_dtype": torch.float16}, "state_dtype: torch.float16, expected float32 or bfloat16"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            RecurrentSpec((0,), 1, 2, **bad)
+
+
 @pytest.mark.thorough
 def test_hits_behind_prompts_of_every_length() -> None:
     """Every remainder by block and by chunk of the scan, with drafts behind the prompt of which one stays."""
@@ -73,11 +104,11 @@ def test_freed_slots_hold_nan() -> None:
     model = HashingModel(manager)
     freed, running = manager.allocate("freed"), manager.allocate("running")
     model.run([(freed, [1]), (running, [2])])
-    slot = freed._state.slot
+    slot = manager._kinds[-1].get(freed._state).slot
     assert model.state.state[slot].isfinite().all()
     manager.free(freed)
     model.run([(running, [3])])
-    assert all(tensor[:, slot].isnan().all() for tensor in manager._recurrent.tensors.all.values())
+    assert all(tensor[:, slot].isnan().all() for tensor in manager._kinds[-1].memory.all.values())
     model.check({"running": [2, 3]})
 
 

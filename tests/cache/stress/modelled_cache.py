@@ -199,7 +199,7 @@ class ModelledCache(RuleBasedStateMachine):
         ]
         pools = [
             ({*pool._free, *pool.cached}, dict(pool._extra_references))
-            for pool in (self.manager._pool, self.manager._swap.pool)
+            for pool in (self.manager._pool, self.manager._swap.shelf.pool)
         ]
         return handles, pools, self.published(), replace(self.manager.stats(), allocation_failures=0)
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import paged.cache.manager
-from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatch, UnifiedBatchItem
-from paged.forward_step import forward_step
+from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
+from paged.step.batch_step import step_of
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
 from tests.deadline import HANG_S
 from tests.failure import CACHE_GUARD, Failure
 
 CACHE = Path(paged.cache.manager.__file__).parent
-OURS = {CACHE.parent, CACHE}
+OURS = {CACHE.parent, CACHE, CACHE / "kinds"}
 
 
 def busy_cache(device: torch.device, groups: list[CacheGroup] | None) -> Cache:
@@ -67,7 +67,7 @@ def _free_reserved(manager: PagedKvCacheManager) -> Callable[[], object]:
 
 def _forward(manager: PagedKvCacheManager) -> None:
     items = [UnifiedBatchItem("fork", [5], pos_offset=9), UnifiedBatchItem("new", [1, 2, 3, 4, 5])]
-    with forward_step(manager, UnifiedBatch(items)) as step:
+    with step_of(manager, items) as step:
         assert step.metadata.max_seqlen_q == 5
 
 

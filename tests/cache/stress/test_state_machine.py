@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule, run_state_machine_as_test
 
 from paged import InvalidInputError, StaleHandleError
-from paged.batch import KvSlotRequest
 from paged.cache import groups
 from paged.cache.groups import CacheGroup
+from paged.step.batch import KvSlotRequest
 from tests.cache.stress.modelled_cache import (
     BLOCK_SIZE,
     ROLLBACK_SLACK,
@@ -144,7 +144,7 @@ class CacheMachine(ModelledCache):
     def commit_other_ids(self, data: st.DataObject, model: Model) -> None:
         wrong = model.ids[: model.known]
         wrong[data.draw(st.integers(0, model.known - 1))] += 1
-        with self.refusal(InvalidInputError, "differ from those given before"):
+        with self.refusal(InvalidInputError, "differ from the ids given before"):
             self.manager.commit(model.handle, wrong)
 
     @rule_of_a_sequence()

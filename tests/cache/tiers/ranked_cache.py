@@ -52,7 +52,7 @@ class RankedCache(WeightedCache):
         leading, following = self.manager.files, self.other.files
         assert leading is not None
         assert following is not None
-        self.other_files = FollowerFiles(following, self.other.tensors, len(self.other.config.tables))
+        self.other_files = FollowerFiles(following, self.other.tensors)
         leading.tell, leading.compare = self.tell, self.compare
         self.manager.tensors.listener = self.tell
 

@@ -18,6 +18,7 @@ import paged.cache.tiers.host
 from paged import InvalidInputError, KvCacheHandle
 from paged.cache.events import CacheEvent
 from paged.cache.groups import CacheGroup
+from paged.cache.kinds import kind
 from paged.cache.tiers import files
 from paged.cache.tiers.folder import CacheFolder
 from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored
@@ -30,7 +31,7 @@ from tests.failure import CACHE_GUARD, Failure
 NUM_CALLS = 50_000 if "SOAK" in os.environ else 300
 MOST_SEQUENCES = 5
 MOST_TOKENS = 40
-SOURCES = {Path(module.__file__).parent for module in (paged.cache.manager, paged.cache.tiers.host)}
+SOURCES = {Path(module.__file__).parent for module in (paged.cache.manager, kind, paged.cache.tiers.host)}
 
 
 class FaultyFolder(CacheFolder):
@@ -207,7 +208,7 @@ class RandomCalls:
             self.cache.manager.check_integrity()
             tier = self.cache.manager._prefixes.tier
             assert tier is not None
-            assert self.on_host == {entry.hash for entry in tier.entries.values() if entry.column == 0}
+            assert self.on_host == {entry.hash for entry in tier.blocks.entries.values() if entry.column == 0}
         self.stop()
 
 

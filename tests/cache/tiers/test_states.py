@@ -34,7 +34,7 @@ class Prompts:
 def with_one_host_state(num_blocks: int) -> Prompts:
     """Host memory for one state, and for the blocks of three prompts."""
     manager = make_manager(4, num_blocks=num_blocks, ring=200, num_swap_slots=0, host_cache_bytes=8192)
-    assert manager._tensors.states.num_tier_slots == 1
+    assert manager._kinds[-1].shelf.pool.num_blocks == 1
     return Prompts(manager)
 
 
@@ -62,3 +62,38 @@ def test_a_state_is_evicted_while_files_are_read(later: tuple[int, ...], num_cac
         prompts.manager.evict(16)
         prompts.run([token + first for token in PROMPT])
     assert prompts.run(PROMPT, read) == num_cached
+
+
+def test_a_state_comes_back_to_blocks_that_stayed() -> None:
+    """Sequences without full blocks take its slot, so that the device has all of the prompt but the state."""
+    prompts = with_one_host_state(num_blocks=60)
+    prompts.run(PROMPT)
+    others = [prompts.manager.allocate(name) for name in range(4)]
+    for other in others:
+        prompts.model.run([(other, [50])])
+    stats = prompts.manager.stats()
+    assert (stats.state_snapshots, stats.evictions, stats.host_states) == (0, 0, 1)
+    for other in others:
+        prompts.manager.free(other)
+    assert prompts.run(PROMPT) == LENGTH
+    assert prompts.manager.stats().host_loaded_states == 1
+
+
+def test_a_load_may_evict_the_snapshot_that_the_prompt_would_use_without_it() -> None:
+    """The evicted snapshot does not take the only place in host memory from the state that is loaded."""
+    manager = make_manager(3, num_blocks=20, ring=200, num_swap_slots=0, host_cache_bytes=8192)
+    prompts = Prompts(manager)
+    prompts.run(PROMPT)
+    manager.evict(20)
+    short = manager.allocate("short", token_ids=PROMPT[:9])
+    prompts.model.run([(short, PROMPT[:8])])
+    prompts.model.run([(short, PROMPT[8:9])])
+    manager.free(short)
+    others = {name: [50] for name in ("x", "y")}  # they leave the slot of the snapshot behind token 8 alone
+    for name in others:
+        prompts.model.run([(manager.allocate(name), [50])])
+    stats = manager.stats()
+    assert (stats.state_snapshots, stats.free_state_slots, stats.host_states) == (1, 1, 1)
+    handle = manager.allocate("prompt", token_ids=PROMPT)
+    assert (handle.num_tokens, handle.num_loaded_tokens, manager.stats().host_loaded_states) == (LENGTH, 12, 1)
+    prompts.model.check({"prompt": PROMPT[:LENGTH], **others})

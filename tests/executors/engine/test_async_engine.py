@@ -54,7 +54,7 @@ async def test_the_loop_runs_while_a_step_does(device: torch.device, monkeypatch
     executor = make_executor(device)
     begun, goes_on, waits = threading.Event(), threading.Event(), []
 
-    def wait(batch: Any) -> None:
+    def wait(step: Any) -> None:
         begun.set()
         waits.append(goes_on.wait(HANG_S))
 

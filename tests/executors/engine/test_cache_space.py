@@ -150,7 +150,7 @@ def test_adapters_and_salts_part_prefixes(
     takes = replace(executor.capabilities(), supports_lora=True)
     monkeypatch.setattr(executor, "capabilities", lambda: takes)
     seen: list[Any] = []
-    spy(monkeypatch, executor, lambda batch: seen.extend(item.metadata.get("lora_adapter") for item in batch.items))
+    spy(monkeypatch, executor, lambda step: seen.extend(item.metadata.get("lora_adapter") for item in step.items))
     engine = Engine(executor)
     cached = []
     for one in options:

@@ -22,6 +22,7 @@ from paged import (
     UnifiedBatchItem,
     UnsupportedError,
 )
+from paged.step.step import Step
 from tests.executors.engine_cases import StepGate, check_empty, check_pool_empty, spy
 from tests.executors.oracle import make_executor
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -112,8 +113,8 @@ def test_many_at_once_delay_a_step_by_one_forward(
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda: (events.append("step"), step())[1])
 
-    def note(batch: UnifiedBatch) -> None:
-        if batch.returns_hidden:
+    def note(step: Step) -> None:
+        if step.returns_hidden:
             events.append("embed")
 
     spy(monkeypatch, engine.executor, note)
@@ -149,8 +150,8 @@ async def _last(stream: Any) -> Any:
     return [output async for output in stream][-1]
 
 
-def _fail_later(batch: UnifiedBatch) -> None:
-    if batch.items[0].pos_offset:
+def _fail_later(step: Step) -> None:
+    if step.positions[0]:
         raise RuntimeError("later")
 
 

@@ -4,12 +4,14 @@ import gc
 import itertools
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from paged import Engine, EngineConfig, InvalidInputError, QueueFullError, RequestOutput, SamplingParams
 from paged.executors.requests.request import Completion, Request
@@ -145,6 +147,33 @@ class Reads:
         before = self.count
         call()
         return self.count - before
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_profiler_sees_the_parts_of_a_step(overlap: bool) -> None:
+    config = EngineConfig(profiler_ranges=True, overlap=overlap, admission_tokens=0)
+    engine = Engine(make_executor(torch.device("cpu"), num_blocks=12), config)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        outputs = engine.generate(PROMPTS, TEN, progress=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [expected_tokens(prompt, 10) for prompt in PROMPTS]
+    assert engine.metrics.preempted, "a step that does not fit is planned again"
+    names = {event.name for event in profiler.events() or ()}
+    assert {f"paged.{part}" for part in ("schedule", "forward", "sample", "update")} <= names
+
+
+def test_a_dropped_engine_is_freed_at_once(device: torch.device) -> None:
+    """Not when garbage is next collected, because the executor's memory may be needed for another one."""
+    executor = make_executor(device)
+    engine = Engine(executor)
+    engine.generate(PROMPTS[:2], TEN, progress=False)
+    gc.collect()
+    gc.disable()
+    try:
+        freed = weakref.ref(engine), weakref.ref(executor)
+        del engine, executor
+        assert [reference() for reference in freed] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_step_does_not_see_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

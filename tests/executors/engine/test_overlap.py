@@ -10,10 +10,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from paged import Engine, EngineConfig, SamplingParams
-from paged.batch import DrawToken, UnifiedBatch
 from paged.errors import OutOfBlocksError
 from paged.executors.sampling.sampler import Sampler
-from paged.staging import HostCopy
+from paged.step.batch import DrawToken, UnifiedBatch, UnifiedBatchItem
+from paged.step.staging import HostCopy
+from paged.step.step import Step
 from tests.executors.engine.answers import ANSWERS
 from tests.executors.engine_cases import PROMPTS, TEN, check_empty, run, run_to_end, tokens_of
 from tests.executors.minimal_executor import MinimalExecutor
@@ -29,7 +30,7 @@ class Events(TorchFunctionMode):
         super().__init__()
         self.names: list[str] = []
         self._is_noted = False
-        monkeypatch.setattr(engine.executor, "unified_decode", self._noting("forward", engine.executor.unified_decode))
+        monkeypatch.setattr(engine.executor, "run", self._noting("forward", engine.executor.run))
         monkeypatch.setattr(HostCopy, "numpy", self._noting("read", HostCopy.numpy))
         monkeypatch.setattr(HostCopy, "__init__", self._noting("copy", HostCopy.__init__))
 
@@ -130,14 +131,14 @@ def test_an_executor_that_chooses_tokens(overlap: bool, device: torch.device, mo
     results, chosen = [], []
     for prefers_tokens in (False, True):
         executor = make_executor(device, num_blocks=64)
-        capabilities, decode = replace(executor.capabilities(), prefers_tokens=prefers_tokens), executor.unified_decode
+        capabilities, run_step = replace(executor.capabilities(), prefers_tokens=prefers_tokens), executor.run
 
-        def noted(batch: UnifiedBatch, decode: Any = decode) -> Any:
-            chosen.extend(isinstance(item.logits_policy, DrawToken) for item in batch.items)
-            return decode(batch)
+        def noted(step: Step, run_step: Any = run_step) -> Any:
+            chosen.extend(isinstance(policy, DrawToken) for policy in step.policies or ())
+            return run_step(step)
 
         monkeypatch.setattr(executor, "capabilities", lambda given=capabilities: given)
-        monkeypatch.setattr(executor, "unified_decode", noted)
+        monkeypatch.setattr(executor, "run", noted)
         engine = Engine(executor, EngineConfig(overlap=overlap))
         first = engine.add_request([1, 2, 3], plain)
         for _ in range(4):
@@ -171,20 +172,19 @@ def test_one_that_ends_early(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_batches_of_the_engine_are_not_checked_again(
+def test_steps_of_the_engine_are_not_checked_again(
     overlap: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are valid and hold their capacity. One that a caller makes anew is checked, and has the same answers."""
+    """They are valid and hold their capacity. A batch of a caller is checked."""
     executor = make_executor(device, num_blocks=64)
     checked = Mock(wraps=executor._check_items)
     monkeypatch.setattr(executor, "_check_items", checked)
     config = EngineConfig(overlap=overlap)
     assert run(Engine(executor, config), PROMPTS, TEN) == ANSWERS
     assert not checked.called
-    decode = executor.unified_decode
-    monkeypatch.setattr(executor, "unified_decode", lambda batch: decode(replace(batch, is_stacked=False)))
-    assert run(Engine(executor, config), PROMPTS, TEN) == ANSWERS
+    executor.unified_decode(UnifiedBatch([UnifiedBatchItem("a", PROMPTS[0])]))
     assert checked.called
+    executor.release_cache("a")
     executor.kv_manager.check_integrity()
 
 
@@ -208,18 +208,18 @@ def test_a_forward_that_fails_ahead_runs_again(
 ) -> None:
     """Once, with the tokens of the one before: no request notices."""
     executor = make_executor(device, num_blocks=64)
-    decode, batches = executor.unified_decode, []
+    run_step, steps = executor.run, []
 
-    def flaky(batch: UnifiedBatch) -> Any:
-        batches.append(batch.device_ids is not None)
-        if len(batches) in (3, 6):
+    def flaky(step: Step) -> Any:
+        steps.append(step.device_ids is not None)
+        if len(steps) in (3, 6):
             raise error
-        return decode(batch)
+        return run_step(step)
 
-    monkeypatch.setattr(executor, "unified_decode", flaky)
+    monkeypatch.setattr(executor, "run", flaky)
     engine = Engine(executor, OVERLAP)
     assert run(engine, PROMPTS, TEN) == ANSWERS
-    assert batches[2:5] == [True, False, True]
+    assert steps[2:5] == [True, False, True]
     check_empty(engine)
 
 

@@ -50,8 +50,8 @@ def test_same_as_a_plain_forward(llama_checkpoint: tuple[Any, Path], way: str, m
     spy(
         monkeypatch,
         executor,
-        lambda batch: rows.append(
-            sum(len(item.q_tokens) for item in batch.items if isinstance(item.logits_policy, VerifyLogits))
+        lambda step: rows.append(
+            sum(len(item.q_tokens) for item in step.items if isinstance(item.logits_policy, VerifyLogits))
         ),
     )
     plain = SamplingParams(temperature=0, max_tokens=8, n=2)

@@ -122,6 +122,24 @@ def test_same_tokens(case_of: Callable[[str], Case], name: str, way: str) -> Non
     case_of(name).check(way)
 
 
+CHECKED = "batched", "recompute in chunks", "swap", "ahead, recompute", "ahead, swap", "graphs, swap"
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [_thorough(name, way, unless=name == "gpt_oss" and way != "swap") for name in CHECKPOINTS[:4] for way in CHECKED],
+)
+def test_same_tokens_with_canaries(
+    case_of: Callable[[str], Case], name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = case_of(name)
+    monkeypatch.setenv("PAGED_CANARY", "1")
+    manager = case.check(way).executor.kv_manager
+    assert manager is not None
+    assert manager.canaries is not None
+    manager.check_integrity()
+
+
 AXES = CHECKPOINTS, ["batched", "chunks of 7", "recompute", "graphs, recompute"], ["itself", "random", "text", "head"]
 DRAFTED = [[axis[at] for axis, at in zip(AXES, row, strict=True)] for row in rows_of_pairs(AXES)]
 

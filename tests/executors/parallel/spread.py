@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.executors.llm_executor import LlmExecutor
+from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 from tests.executors.parallel.followers import OPTIONS, Followers
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 

@@ -25,11 +25,11 @@ from paged import (
     RankFailedError,
     SamplingParams,
 )
-from paged.batch import FullLogits, GreedyArgmax, UnifiedBatch, UnifiedBatchItem
 from paged.errors import PagedError, UnsupportedError
 from paged.executors.parallel.messages import Channel, Kind
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import step_bytes
+from paged.step.batch import FullLogits, GreedyArgmax, UnifiedBatch, UnifiedBatchItem
 from tests.backends import needs_numba
 from tests.deadline import HANG_S
 from tests.executors.parallel.followers import Followers

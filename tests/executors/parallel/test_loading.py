@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from paged import CheckpointError, InvalidInputError, LlmExecutor, ParallelConfig, RankFailedError
-from paged.batch import UnifiedBatch, UnifiedBatchItem
 from paged.executors import llm_executor
 from paged.models import cache_sizes
 from paged.models.parallel import fingerprint
 from paged.models.parallel.ranks import Ranks
+from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 from tests.deadline import HANG_S
 from tests.executors.parallel.followers import OPTIONS, Followers
 from tests.models.families import FAMILIES, save_checkpoint, tokens

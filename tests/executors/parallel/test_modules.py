@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from paged.batch import UnifiedBatchItem
 from paged.errors import UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
+from paged.step.batch import UnifiedBatchItem
 from tests.executors.parallel.followers import OPTIONS, Followers
 from tests.executors.parallel.spread import PROMPT, Case
 from tests.models.families import Families, save_checkpoint

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paged.batch import DrawToken, GreedyArgmax, UnifiedBatchItem, VerifyLogits
+from paged.step.batch import DrawToken, GreedyArgmax, UnifiedBatchItem, VerifyLogits
 from tests.executors.parallel.followers import Followers
 from tests.executors.parallel.spread import PROMPT, Case, cases_of, load_case
 from tests.models.families import tokens

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from paged.executors.sampling.noise import Stream, hash_seeds, noise_keys, split_keys, uniform
-from paged.kernels.sampling.torch_ops import noise
+from paged.kernels.sampling import definition as noise
 from tests.executors.sampling.completions import chi_square_p
 from tests.tolerance import assert_close
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paged import Engine, EngineConfig, LlmExecutor, PromptLookup, RequestOutput, SamplingParams, UnsupportedError
+from paged.executors.requests.token_states import TokenStates
 from tests.executors.engine_cases import check_empty, run_to_end
 from tests.executors.minimal_executor import MinimalExecutor
 from tests.models.families import FAMILIES, save_checkpoint, tokens
@@ -86,6 +87,35 @@ def test_same_as_a_plain_forward(checkpoint: tuple[Any, Path], way: str) -> None
     engine.generate(PROMPTS, plain, progress=False)
     assert (executor.status().graph_replays > replays) == (way == "recorded")  # nobody asks any more
     check_empty(engine)
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_states_that_cannot_be_copied(
+    checkpoint: tuple[Any, Path], num_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are copied once more. If this fails, too, their request ends, and the others keep their tokens."""
+    theirs, folder = checkpoint
+    engine = Engine(LlmExecutor.from_pretrained(folder, num_blocks=256, block_size=4), eos_token_ids=())
+    params = SamplingParams(
+        temperature=0, max_tokens=6, logprobs=0, return_hidden_states=True, return_routed_experts=True
+    )
+    outputs = [engine.add_request(prompt, params) for prompt in PROMPTS[1:4]]
+    add, failures = TokenStates.add, []
+
+    def failing(states: TokenStates, position: int, *rest: Any) -> None:
+        is_victim = states is outputs[1].outputs[0].growth.states and position > len(PROMPTS[2])
+        if is_victim and len(failures) < num_failures:
+            failures.append(position)
+            raise MemoryError
+        add(states, position, *rest)
+
+    monkeypatch.setattr(TokenStates, "add", failing)
+    run_to_end(engine)
+    assert [output.error for output in outputs] == [None, "MemoryError: " if num_failures == 2 else None, None]
+    for output in outputs:
+        if output.error is None:
+            assert len(output.outputs[0].token_ids) == 6
+            check(output, theirs)
 
 
 def test_refused_where_there_are_none(llama_folder: Path) -> None:

@@ -3,7 +3,6 @@ in another's model that keeps its K/V itself and has a way back or none: no sequ
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +21,10 @@ from paged import (
     UnsupportedError,
 )
 from paged.executors.engine.cache_space import BlockSpace
-from paged.executors.engine.runner import StepRunner
+from paged.executors.engine.core import EngineCore
 from paged.executors.engine.unfinished_requests import UnfinishedRequests
 from paged.executors.requests.request import Completion
 from paged.executors.sampling.sampler import Drafts, Sampler
-from paged.executors.unified_executor import UnifiedExecutor
 from paged.seq_id import SeqId
 from tests.executors.engine_cases import check_empty
 from tests.executors.parrot import Parrot, UnifiedParrot, UnsupportedParrot, other_executor, parrot_logits
@@ -63,7 +61,7 @@ class Fault(NamedTuple):
     """What goes wrong in calls of some methods that work for the victim.
 
     completions: those that a call works for, from its arguments. kind: the error comes "before" the work of the call or
-    "after" it; or the victim's logits are "nan", or none of this "shape"; or its "metrics" are broken.
+    "after" it; or the victim's logits are "nan"; or its "metrics" are broken.
     """
 
     owner: type
@@ -72,11 +70,6 @@ class Fault(NamedTuple):
     kind: str
 
     def install(self, patch: Patch, is_victim: Callable[[Completion], bool], error: type[BaseException]) -> None:
-        if self.kind in ("nan", "shape"):  # answers one by one
-            decode = UnifiedExecutor.unified_decode
-            patch.setattr(
-                UnifiedExecutor, "unified_decode", lambda own, batch: decode(own, replace(batch, is_stacked=False))
-            )
         for name in self.methods:
             whole = getattr(self.owner, name)
 
@@ -89,9 +82,10 @@ class Fault(NamedTuple):
                 result = whole(owner, *args, **options)
                 if any(are_victims) and self.kind == "after":
                     raise error("a fault")
-                for index in range(len(are_victims)) if self.kind in ("nan", "shape") else ():
-                    if are_victims[index] and result[index] is not None:
-                        result[index] = torch.zeros(3) if self.kind == "shape" else result[index].fill_(torch.nan)
+                if self.kind == "nan":
+                    for is_hit, rows in zip(are_victims, args[0].answer_rows(), strict=True):
+                        if is_hit:
+                            rows.answers[rows.begin : rows.end] = torch.nan
                 return result
 
             patch.setattr(self.owner, name, call)
@@ -103,9 +97,8 @@ FAULTS = {
     "sampling": Fault(Sampler, ("sample", "verify"), lambda _, logits, completions, *rest: completions, "after"),
     "admission": Fault(BlockSpace, ("_take_blocks", "_growth_of"), lambda _, completion: [completion], "before"),
     "fork": Fault(BlockSpace, ("fork",), lambda _, source, target: [target], "before"),
-    "forward": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "before"),
-    "rows": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "shape"),
-    "logits": Fault(StepRunner, ("_forward",), lambda _, completions, batch: completions, "nan"),
+    "forward": Fault(EngineCore, ("_run",), lambda _, step: step.completions, "before"),
+    "logits": Fault(EngineCore, ("_run",), lambda _, step: step.completions, "nan"),
     "metrics": Fault(UnfinishedRequests, ("finish",), lambda _, completion, reason: [completion], "metrics"),
 }
 CASES = st.fixed_dictionaries({
@@ -215,7 +208,7 @@ def test_a_step_raises_once_for_one_cause(error: type[BaseException]) -> None:
     engine = small_engine()
     outputs = add_neighbours(engine)
     engine.step()
-    owner, name = (engine._scheduler, "plan") if error is ZeroDivisionError else (Completion, "_read_text")
+    owner, name = (engine._scheduler, "next_step") if error is ZeroDivisionError else (Completion, "_read_text")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, lambda *_, **__: (_ for _ in ()).throw(error("stop")))
         with pytest.raises(error):

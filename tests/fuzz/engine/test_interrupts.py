@@ -29,6 +29,7 @@ ROOT = Path(paged.__file__).parent
 OURS = {
     *((ROOT / "executors" / name).resolve() for name in ("engine", "requests", "sampling", "speculation", ".")),
     ROOT / "cache",
+    ROOT / "cache" / "kinds",
     ROOT,
 }
 # Lines from one exception to the next in `make test-all`; each case begins at another, and all are met in `make fuzz`.

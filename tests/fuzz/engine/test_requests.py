@@ -249,13 +249,13 @@ def test_reading_an_argument_may_add_requests(where: str) -> None:
 def test_what_completions_share_cannot_be_changed() -> None:
     """Metadata, prompt and parameters are there once for all completions; what outputs give is the reader's own."""
     engine, seen = small_engine(), []
-    forward = engine.executor.unified_decode
+    forward = engine.executor.run
 
-    def look(batch: Any) -> Any:
-        seen.extend(item.metadata for item in batch.items)
-        return forward(batch)
+    def look(step: Any) -> Any:
+        seen.extend(completion.request.metadata for completion in step.completions)
+        return forward(step)
 
-    engine.executor.unified_decode = look  # type: ignore[method-assign]
+    engine.executor.run = look  # type: ignore[method-assign]
     output = engine.add_request(PROMPT, SamplingParams(n=8, max_tokens=3, logprobs=1), metadata={"lora_adapter": None})
     run_to_end(engine)
     assert len(seen) > 8

@@ -17,8 +17,8 @@ from safetensors.torch import save
 
 import paged
 from paged import CheckpointError
+from paged.tools.recorded_calls.decoder import PARTS
 from paged.tools.recorder import read_call
-from paged.tools.recordings.decoder import PARTS
 from tests.fuzz.children import MOST_LOOPS, call_in_child
 from tests.fuzz.kernels.kernel_calls import CALLS
 from tests.fuzz.values import changed

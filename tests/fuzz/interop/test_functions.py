@@ -16,8 +16,8 @@ from paged.interop import (
     fused_experts,
     reshape_and_cache_flash,
 )
-from paged.kernels.attention.reference import paged_attention
-from paged.kernels.layers.reference import rotate
+from paged.kernels.attention.definition import paged_attention
+from paged.kernels.layers.definition import rotate
 from tests.fuzz.arguments import ODD_ARGUMENTS, call_with_odd
 from tests.fuzz.fuzzing import fuzz
 from tests.tolerance import assert_close
@@ -260,8 +260,8 @@ class Call:
         table = torch.cat([angles.cos(), angles.sin()], 1)
         for seq, (start, n) in enumerate(zip(starts.tolist(), before, strict=True)):
             of_q, of_k = (start + torch.arange(count) for count in (len(self.q[seq]), len(self.k[seq]) - n))
-            self.q[seq] = rotate(self.q[seq], of_q if in_order else start + 0 * of_q, table, is_interleaved)
-            rotated = rotate(self.k[seq][n:], of_k, table, is_interleaved)
+            self.q[seq] = rotate(self.q[seq], of_q if in_order else start + 0 * of_q, table, interleaved=is_interleaved)
+            rotated = rotate(self.k[seq][n:], of_k, table, interleaved=is_interleaved)
             self.k[seq] = self.stored[seq][0] = torch.cat([self.k[seq][:n].double(), rotated])
 
     def want(self) -> tuple[torch.Tensor, torch.Tensor]:

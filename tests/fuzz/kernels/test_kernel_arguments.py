@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from paged.bench.operations import Tensors
-from paged.kernels.mla.reference import index_scores
+from paged.bench.cards.arguments import Tensors
 from tests.fuzz.arguments import FORMS, call_or_refuse, has_values, odd
 from tests.fuzz.arguments import without_memory as without_memory
 from tests.fuzz.fuzzing import fuzz
-from tests.fuzz.kernels.kernel_calls import CALLS, Arguments, Call
+from tests.fuzz.kernels.kernel_calls import CALLS, Arguments, Call, odd_problem
 from tests.fuzz.values import VALUES
+from tests.kernels.attention.loops import index_scores
 from tests.tolerance import assert_close
 
 EDGES = st.sampled_from([-1, -2, 0, 1, 2**20, 2**31 - 1, -(2**31), 2**40, -(2**40), 2**63 - 1, -(2**63)])
@@ -28,8 +28,8 @@ def _changes(name: str) -> st.SearchStrategy[list[Any]]:
     kinds = [st.tuples(st.just("tensor"), st.sampled_from(tensors), FORMS)]
     if ids := [name for name in tensors if arguments[name].dtype in (torch.int32, torch.int64)]:
         kinds += [st.tuples(st.just("ids"), st.sampled_from(ids), ENTRIES)] * 3
-    if call.numbers:
-        kinds += [st.tuples(st.just("any"), st.sampled_from(sorted(call.numbers)), VALUES)] * 2
+    if numbers := call.numbers():
+        kinds += [st.tuples(st.just("any"), st.sampled_from(sorted(numbers)), VALUES)] * 2
     return st.tuples(st.just(name), st.lists(st.one_of(kinds), max_size=2))
 
 
@@ -75,6 +75,19 @@ def test_odd_arguments_in_the_interpreter(case: tuple[str, list[Any]], monkeypat
     _check(*case)
 
 
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_odd_sizes_and_strides(name: str, dtype: torch.dtype) -> None:
+    """Every combination of a card's odd sizes that four seeds draw, in tensors with NaN between their rows."""
+    card = CALLS[name].card
+    for seed in range(4):
+        arguments = odd_problem(card, seed, dtype)
+        for result in card.check(arguments).values():
+            index = result.first_wrong()
+            assert index is None, f"seed {seed}: {result.describe(index)}"
+
+
 def _check(name: str, changes: list[Any]) -> None:
     call = CALLS[name]
     answer, error = call_or_refuse(call.run, _arguments(name, changes))
@@ -107,8 +120,8 @@ def _check_chosen(got: torch.Tensor, want: torch.Tensor, arguments: Arguments) -
 
 
 def _expected(call: Call, arguments: Arguments) -> Tensors:
-    for name, kind in call.numbers.items():
-        if name in arguments and not (name == "softmax_scale" and arguments[name] is None):
+    for name, kind in call.numbers().items():
+        if arguments.get(name) is not None:
             arguments[name] = operator.index(arguments[name]) if kind is int else kind(arguments[name])
     return call.expected(**arguments)
 

@@ -3,10 +3,12 @@
 import torch
 
 from paged.bench.attention.problem import Problem, call_of
-from paged.bench.operations import DEFINITIONS, Arguments, Tensors
+from paged.bench.cards.arguments import Arguments, Tensors
+from paged.bench.cards.cards import CARDS
+from paged.kernels.core.dtypes import kv_kind
 from tests.tolerance import assert_close
 
-ATTENTION = DEFINITIONS["paged_attention"]
+ATTENTION = CARDS["paged_attention"]
 Solved = tuple[Arguments, Tensors]
 """Arguments of a call, and the results that the float64 reference expects."""
 
@@ -38,9 +40,13 @@ def with_rounded_weights(arguments: Arguments) -> torch.Tensor:
     Tensor cores take the weights in the type of q. An error of a weight is one of its value, so V carries it here, and
     where it is int8 times a scale, rounded to the type of q, as much again.
     """
-    size = 1.0 if arguments["v_cache"].dtype == torch.int8 else 0.5
-    perturbed = with_weight_errors(arguments["v_cache"].double(), arguments["q"].dtype, size)
-    return ATTENTION.want({**arguments, "v_cache": perturbed})["out"]
+    kind, v_scale = kv_kind(arguments["v_cache"].dtype), arguments.get("v_scale")
+    values = kind.decode(arguments["v_cache"], v_scale, torch.float64)
+    size = 0.5
+    if kind.has_scales:
+        size, v_scale = 1.0, None
+    perturbed = with_weight_errors(values, arguments["q"].dtype, size)
+    return ATTENTION.want({**arguments, "v_cache": perturbed, "v_scale": v_scale})["out"]
 
 
 def with_weight_errors(values: torch.Tensor, dtype: torch.dtype, size: float = 0.5) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from paged import cascade_attention, merge_attn_states
 from paged.bench.attention.problem import Problem, make
-from paged.kernels.attention import reference
+from paged.kernels.attention import definition
 from tests.kernels.refusals import assert_refuses
 from tests.tolerance import DTYPES, assert_close
 
@@ -34,7 +34,7 @@ def test_matches_reference(prefix: int, dtype: torch.dtype, device: torch.device
     given |= {"k_scale": scale, "v_scale": scale}
     out, lse = cascade_attention(**given, shared_prefix_len=prefix, max_seqlen_q=20, return_lse=True)
     cpu = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in given.items()}
-    want, want_lse = reference.paged_attention(**cpu)
+    want, want_lse = definition.paged_attention(**cpu)
     # Both parts are rounded to the type before they are merged, as their softmax weights are.
     rounded = None if dtype == torch.float32 else want * (1 + 2 * torch.finfo(dtype).eps)
     assert_close(out, want, rounded=rounded)
@@ -64,7 +64,7 @@ def test_refuses_sequences_without_the_prefix(device: torch.device) -> None:
 def _merge(*states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = merge_attn_states(*states)
     assert out.dtype == states[0].dtype
-    for got, expected in zip((out, lse), reference.merge_attn_states(*states), strict=True):
+    for got, expected in zip((out, lse), definition.merge_attn_states(*(state.cpu() for state in states)), strict=True):
         assert_close(got, expected)
     return out, lse
 

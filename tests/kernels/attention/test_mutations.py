@@ -7,20 +7,27 @@ from pathlib import Path
 import pytest
 import torch
 
+import paged.kernels.attention.chosen_kernel
+import paged.kernels.attention.keys
 import paged.kernels.attention.launches
+import paged.kernels.attention.merge_splits
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
-import paged.kernels.common.attention.keys
-import paged.kernels.common.attention.merge_splits
-from paged.bench.attention.problem import Problem
+from paged.bench.attention.problem import Problem, call_of
 from tests.backends import needs_numba
 from tests.headroom import unnoted
-from tests.kernels.attention.problem import check
-from tests.kernels.faulty import load_copy, planted, turns_red
+from tests.kernels.attention.problem import ATTENTION
+from tests.kernels.faulty import exceeds_no_bound_twice, load_copy, planted, turns_red
 
-attention, shared = paged.kernels.attention, paged.kernels.common.attention
+attention = paged.kernels.attention
 # Each imports those before it.
-MODULES = shared.keys, shared.merge_splits, attention.online_softmax, attention.tile_kernels
+MODULES = (
+    attention.keys,
+    attention.merge_splits,
+    attention.online_softmax,
+    attention.tile_kernels,
+    attention.chosen_kernel,
+)
 
 PROBLEMS = (
     Problem("window", ((1, 150), (20, 90)), heads=(2, 1), window_size=(33, -1)),
@@ -32,8 +39,12 @@ PROBLEMS = (
         "chunks", ((1, 65), (30, 70)), heads=(2, 1), chunk_size=24, causal=(True, False), head_dim=48, v_head_dim=24
     ),
     Problem("int8", ((3, 40), (20, 24)), cache_dtype=torch.int8, softcap=3.0),
-    Problem("fp8", ((3, 40),), cache_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16),
+    Problem("fp8", ((30, 60),), cache_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16),
     Problem("values", ((3, 40),), layout="shared", head_dim=64, v_head_dim=40),
+    Problem("chosen", ((3, 30), (7, 70)), chosen=(24, 3), alibi=True, tree=True, window_size=(50, -1), scales="head"),
+    Problem("chosen boxes", ((1, 300), (2, 250)), heads=(2, 1), chosen=(128, 3), block_size=64),
+    Problem("chosen int8", ((1, 90), (4, 70)), chosen=(16, 4), cache_dtype=torch.int8, causal=(False, True)),
+    Problem("chosen splits", ((1, 2000),), heads=(2, 2), chosen=(128, 9)),
 )
 
 # fault -> (the problem that finds it, text of the kernels, what the faulty copy has instead)
@@ -85,6 +96,50 @@ MUTATIONS = {
     ),
     "the ids of the keys before": ("split", "(keys.block_table_ptr, index + 1,", "(keys.block_table_ptr, index,"),
     "the accumulator is not rescaled": ("values", "v, acc * correction[:, None])", "v, acc)"),
+    "an entry is visible one token early": ("chosen", "(positions < choice.end_key)", "(positions <= choice.end_key)"),
+    "a chosen block's first key is dropped": (
+        "chosen",
+        "positions >= choice.first_key",
+        "positions > choice.first_key",
+    ),
+    "the blocks of another KV head": (
+        "chosen",
+        "stride_chosen_token + kv_head_64 * stride_chosen_head",
+        "stride_chosen_token",
+    ),
+    "the blocks of another token": (
+        "chosen",
+        "row.to(tl.int64) * stride_chosen_token",
+        "first_token.to(tl.int64) * stride_chosen_token",
+    ),
+    "chosen keys of another KV head": ("chosen", "k_cache + kv_head_64 * stride_k_head", "k_cache"),
+    "the last entry is dropped": ("chosen", "entry < choice.num_chosen", "entry < choice.num_chosen - 1"),
+    "each part of a chosen block is its first": (
+        "chosen boxes",
+        "first += index * BLOCK_N % CHOSEN_SIZE",
+        "first += index * 0",
+    ),
+    "parts of chosen blocks begin anew": (
+        "chosen",
+        "first += (index * BLOCK_N + offs_n) % CHOSEN_SIZE",
+        "first += offs_n % CHOSEN_SIZE",
+    ),
+    "the ids of the chosen keys before": ("chosen boxes", "_load_ids(choice, index + 1,", "_load_ids(choice, index,"),
+    "chosen keys begin at a cache block": ("chosen boxes", "first=first % KV_BLOCK_SIZE", "first=first * 0"),
+    "every token is of the first sequence": ("chosen", "tl.load(token_seqs_ptr + row)", "tl.load(token_seqs_ptr)"),
+    "distances of chosen keys in order": ("chosen", "rules.position - positions", "rules.position - index * BLOCK_N"),
+    "the mask of chosen keys is one off": ("chosen", "(positions % WORD_KEYS)", "((positions + 1) % WORD_KEYS)"),
+    "no sequence of chosen blocks is causal": (
+        "chosen int8",
+        "tl.load(is_causal_ptr + seq) != 0",
+        "tl.load(is_causal_ptr + seq) > 1",
+    ),
+    "chosen values take the scales of K": ("chosen int8", "* v_scale[:, None]).to", "* k_scale[:, None]).to"),
+    "partial results of chosen keys of another head": (
+        "chosen splits",
+        "(slot * tl.num_programs(0) + kv_head) * BLOCK_M",
+        "(slot + kv_head) * BLOCK_M",
+    ),
     "values behind the end are read": ("values", "tl.load(ptrs, mask=key_mask[:, None], other=0)", "tl.load(ptrs)"),
 }
 
@@ -96,15 +151,16 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
     with planted(MODULES, [attention.launches], tmp_path, text, replacement):
         for problem in PROBLEMS:
             if name in ("", problem.name):
-                assert turns_red(check, problem, device) == bool(name)
+                assert turns_red(exceeds_no_bound_twice, ATTENTION, call_of(problem, device)) == bool(name)
 
 
-NUMBA_OPS = "paged.kernels.attention.numba_ops"
+NUMBA_OPS = "paged.kernels.cpu.attention"
 # Of `NUMBA_OPS`; each imports those before it.
-NUMBA_MODULES = "many_queries", "few_queries", "tile_products", "vector_products", "paged_attention"
+NUMBA_MODULES = "many_queries", "few_queries", "tile_products", "vector_products", "paged_attention", "chosen_blocks"
 _FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softcap=2.0, padding_rows=2)
 _MANY = replace(_FEW, name="many", lengths=((40, 150), (12, 20)))
-# fault -> (the problem that finds it, or both if empty, text of the numba kernels, what the faulty copy has instead)
+_CHOSEN = replace(_FEW, name="chosen", chosen=(24, 4))
+# fault -> (the problem that finds it, or few and many if empty, text of the numba kernels, what the copy has instead)
 NUMBA_MUTATIONS = {
     "no fault": ("", "", ""),
     "the sink counts twice": ("", "LOWEST)), np.float32(1)", "LOWEST)), np.float32(2)"),
@@ -115,6 +171,8 @@ NUMBA_MUTATIONS = {
     "scores are scaled twice": ("many", "        scale = np.float32(1)", "        scale = scale"),
     "the slope of another head": ("", "number_of_head(slopes, member)", "number_of_head(slopes, head)"),
     "lse in base 2": ("", "largest * np.float32(1 / LOG2_E)", "largest"),
+    "an entry is visible one token early": ("chosen", "min(end_key, (block + 1)", "min(end_key + 1, (block + 1)"),
+    "keys behind a chosen block": ("chosen", "for j in range(num_keys, padded)", "for j in range(padded, padded)"),
 }
 
 
@@ -133,6 +191,7 @@ def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monk
         copy = load_copy(f"{NUMBA_OPS}.{module}", tmp_path, faulty, monkeypatch)
         monkeypatch.setattr(package, module, copy)
     with unnoted():
-        for problem in (_FEW, _MANY):
-            if name in ("", problem.name):
-                assert turns_red(check, problem, torch.device("cpu")) == (fault != "no fault")
+        for problem in (_FEW, _MANY, _CHOSEN):
+            if problem.name == name or (name == "" and problem is not _CHOSEN):
+                arguments = call_of(problem, torch.device("cpu"))
+                assert turns_red(exceeds_no_bound_twice, ATTENTION, arguments) == (fault != "no fault")

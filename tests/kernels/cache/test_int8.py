@@ -7,7 +7,7 @@ import torch
 
 import paged.kernels.cache.reshape_and_cache
 import paged.kernels.cache.write
-import paged.kernels.common.cache_kinds
+import paged.kernels.core.dtypes
 from paged import qk_norm_rope_and_cache
 from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
 from tests.kernels.faulty import planted, turns_red
@@ -15,7 +15,7 @@ from tests.kernels.refusals import assert_refuses
 from tests.tolerance import DTYPES, assert_within
 
 operation = paged.kernels.cache.reshape_and_cache
-MODULES = (paged.kernels.common.cache_kinds, paged.kernels.cache.write, operation)
+MODULES = (paged.kernels.core.dtypes, paged.kernels.cache.write, operation)
 NUM_BLOCKS, BLOCK_SIZE = 5, 8
 UNTOUCHED, UNTOUCHED_SCALE = 77, 7.0
 SLOT = "slot_offset(slots, stride_block, stride_slot, KV"

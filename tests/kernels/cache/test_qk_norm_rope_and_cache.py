@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from paged import qk_norm_rope_and_cache
-from paged.kernels.cache import reference as cache_reference
-from paged.kernels.layers import reference as layers_reference
+from paged.kernels.cache import definition
+from paged.kernels.layers import definition as layers
 from tests.kernels.refusals import assert_refuses
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close, assert_within
@@ -43,8 +43,8 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[
 
 def rotated(x: torch.Tensor, weight: torch.Tensor | None, inputs: dict[str, Any]) -> torch.Tensor:
     """Queries or keys as they are to become, in float64."""
-    normed = x if weight is None else layers_reference.rms_norm(x, weight, inputs["eps"])
-    return layers_reference.rotate(normed, inputs["positions"], inputs["cos_sin_cache"], inputs["interleaved"])
+    normed = x if weight is None else layers.rms_norm(x, weight, inputs["eps"])
+    return layers.rotate(normed, inputs["positions"], inputs["cos_sin_cache"], interleaved=inputs["interleaved"])
 
 
 @pairwise(
@@ -70,9 +70,8 @@ def test_matches_the_composition(
     k_scale, v_scale = (torch.rand(shapes[kind], device=device) + 0.1 if kind else None for kind in scaled)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
 
-    wide = [cache.cpu().double() for cache in (k_cache, v_cache)]
     rotated_k = rotated(k, weights[1], inputs)
-    expected = cache_reference.reshape_and_cache(rotated_k, v.cpu(), *wide, inputs["slot_mapping"], **scales)
+    expected = definition.reshape_and_cache(rotated_k, v, k_cache, v_cache, inputs["slot_mapping"], **scales)
     norms = {"q_weight": weights[0], "k_weight": weights[1]}
     returned = qk_norm_rope_and_cache(**inputs, k_cache=k_cache, v_cache=v_cache, **norms, **scales)
     assert returned is inputs["q"]

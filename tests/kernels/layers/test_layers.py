@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paged import UnsupportedError, fused_add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
-from paged.kernels.common.gated_activation import ACTIVATIONS
-from paged.kernels.layers import reference
+from paged.kernels.layers import definition
+from paged.kernels.layers.activation import ACTIVATIONS
 from tests.kernels.refusals import assert_refuses
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close
@@ -19,14 +19,14 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     """With weights of the rows' type, and with more exact ones; the fused addition changes both in place."""
     x, residual = (torch.randn(shape, device=device).to(dtype) * 3 for _ in range(2))
     for weight in (torch.randn(shape[-1], device=device).to(dtype), 1 + torch.randn(shape[-1], device=device) / 64):
-        expected = reference.rms_norm(x, weight, 1e-5)
+        expected = definition.rms_norm(x, weight, 1e-5)
         assert_close(rms_norm(x, weight, 1e-5), expected)
         both, total = (x.clone(), residual.clone()), residual + x
         normed, summed = fused_add_rms_norm(*both, weight, 1e-6)
         assert (normed is both[0], summed is both[1]) == (True, True)
         assert torch.equal(summed, total)
-        assert_close(normed, reference.rms_norm(total, weight, 1e-6))
-    rounded = reference.rms_norm(x, weight.to(dtype), 1e-5)
+        assert_close(normed, definition.rms_norm(total, weight, 1e-6))
+    rounded = definition.rms_norm(x, weight.to(dtype), 1e-5)
     assert dtype == torch.float32 or x.numel() < 100 or not torch.equal(expected, rounded)
 
 
@@ -52,7 +52,7 @@ def test_rotates_slices_of_a_fused_projection_in_place(
     query, key, _ = qkv.split([num_q_heads, num_kv_heads, num_kv_heads], 1)
     returned = rotary_embedding(positions, query, key, cos_sin, interleaved=interleaved)
     assert (returned[0] is query, returned[1] is key) == (True, True)
-    assert_close(qkv[:, :rotated], reference.rotate(before[:, :rotated], positions, cos_sin, interleaved))
+    assert_close(qkv[:, :rotated], definition.rotate(before[:, :rotated], positions, cos_sin, interleaved=interleaved))
     assert torch.equal(qkv[:, rotated:], before[:, rotated:])
     assert torch.equal(qkv[..., rotary_dim:], before[..., rotary_dim:])
 
@@ -60,7 +60,7 @@ def test_rotates_slices_of_a_fused_projection_in_place(
 def test_rotates_queries_alone_and_no_tokens(device: torch.device) -> None:
     cos_sin, positions = _cos_sin(32, device), torch.tensor([[3, 9], [5, 9]], device=device)[:, 0]
     query = torch.randn(2, 4, 32, device=device)
-    expected = reference.rotate(query, positions, cos_sin, False)
+    expected = definition.rotate(query, positions, cos_sin)
     returned, none = rotary_embedding(positions, query, None, cos_sin)
     assert none is None
     assert_close(returned, expected)
@@ -71,16 +71,16 @@ def test_rotates_queries_alone_and_no_tokens(device: torch.device) -> None:
 @pytest.mark.parametrize("shape", [(1, 2), (3, 128), (5, 2200), (2, 3, 96), (20, 18), (0, 16), (3, 0)])
 def test_silu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(shape, device=device).to(dtype) * 4
-    assert_close(silu_and_mul(x), reference.silu_and_mul(x))
+    assert_close(silu_and_mul(x), definition.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_other_activations(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(5, 96, device=device).to(dtype) * 4
-    expected = reference.silu_and_mul(x, activation)
+    expected = definition.silu_and_mul(x, activation)
     assert_close(silu_and_mul(x, activation=activation), expected)
-    assert activation == "silu" or not torch.allclose(expected, reference.silu_and_mul(x), rtol=0.01)
+    assert activation == "silu" or not torch.allclose(expected, definition.silu_and_mul(x), rtol=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -93,11 +93,11 @@ def test_strided_rows_and_out(device: torch.device) -> None:
     x, weight = torch.randn(6, 128, device=device)[::2, 32:96], torch.randn(64, device=device)
     out, gated = (torch.full((3, size), float("nan"), device=device) for size in (64, 32))
     assert rms_norm(x, weight, 1e-6, out=out) is out
-    assert_close(out, reference.rms_norm(x, weight, 1e-6))
+    assert_close(out, definition.rms_norm(x, weight, 1e-6))
     assert silu_and_mul(x, out=gated) is gated
-    assert_close(gated, reference.silu_and_mul(x))
+    assert_close(gated, definition.silu_and_mul(x))
     columns = torch.randn(64, 3, device=device).T
-    assert_close(silu_and_mul(columns), reference.silu_and_mul(columns))
+    assert_close(silu_and_mul(columns), definition.silu_and_mul(columns))
 
 
 def test_reject_what_does_not_fit(device: torch.device) -> None:

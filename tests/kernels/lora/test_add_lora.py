@@ -58,28 +58,28 @@ class Problem:
         x, base = (torch.randn(num_rows, size, device=device).to(dtype) for size in (in_features, sum(part_sizes)))
         return Problem(x, base, LoraWeights(a, b, table, scales, part_sizes), adapters)
 
-    def batch(self, row_slots: list[int]) -> LoraBatch:
-        found = LoraBatch.group(torch.tensor(row_slots, dtype=torch.int32))
+    def batch(self, row_adapters: list[int]) -> LoraBatch:
+        found = LoraBatch.group(torch.tensor(row_adapters, dtype=torch.int32))
         return LoraBatch(found.rows.to(self.x.device), found.slots.to(self.x.device))
 
-    def run(self, row_slots: list[int], **others: Any) -> torch.Tensor:
+    def run(self, row_adapters: list[int], **others: Any) -> torch.Tensor:
         """What is made of a copy of `base`, or of other arguments."""
-        given = {"out": self.base.clone(), "x": self.x, "weights": self.weights, "batch": self.batch(row_slots)}
+        given = {"out": self.base.clone(), "x": self.x, "weights": self.weights, "batch": self.batch(row_adapters)}
         return add_lora(**given | others)
 
-    def check(self, row_slots: list[int], **others: Any) -> None:
+    def check(self, row_adapters: list[int], **others: Any) -> None:
         """Rows of adapters are right, and rows without one the same bits as before."""
-        out = self.run(row_slots, **others)
-        rounded = None if out.dtype == torch.float32 else self.expected(row_slots, out.dtype)
-        assert_close(out, self.expected(row_slots, torch.float64), rounded=rounded)
-        without = torch.tensor(row_slots) < 0
+        out = self.run(row_adapters, **others)
+        rounded = None if out.dtype == torch.float32 else self.expected(row_adapters, out.dtype)
+        assert_close(out, self.expected(row_adapters, torch.float64), rounded=rounded)
+        without = torch.tensor(row_adapters) < 0
         assert torch.equal(out[without], self.base[without])
 
-    def expected(self, row_slots: list[int], dtype: torch.dtype) -> torch.Tensor:
+    def expected(self, row_adapters: list[int], dtype: torch.dtype) -> torch.Tensor:
         """The definition, by the adapters as they were before they were packed. dtype: of A x, between the products."""
         total = self.base.cpu().double()
-        for row, slot in enumerate(row_slots):
-            for part, (a, b, scale) in self.adapters[slot].items() if slot >= 0 else ():
+        for row, adapter in enumerate(row_adapters):
+            for part, (a, b, scale) in self.adapters[adapter].items() if adapter >= 0 else ():
                 first = sum(self.weights.part_sizes[:part])
                 shrunk = (a.cpu().double() @ self.x[row].cpu().double()).to(dtype).double()
                 total[row, first : first + b.shape[0]] += scale * (b.cpu().double() @ shrunk)
@@ -105,19 +105,19 @@ def test_matches_reference(
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("row_slots", [[0] * 12, [-1] * 12, [-1] * 11 + [1], [0] * 70 + [-1] * 9 + [1]], ids=len)
-def test_one_adapter_or_none_or_many_rows_of_it(row_slots: list[int], device: torch.device) -> None:
+@pytest.mark.parametrize("row_adapters", [[0] * 12, [-1] * 12, [-1] * 11 + [1], [0] * 70 + [-1] * 9 + [1]], ids=len)
+def test_one_adapter_or_none_or_many_rows_of_it(row_adapters: list[int], device: torch.device) -> None:
     """80 rows take blocks of 64, the last of an adapter ragged, beside an adapter with a single row."""
-    Problem.make(device, TWO_SLOTS, num_rows=len(row_slots), dtype=torch.float16).check(row_slots)
+    Problem.make(device, TWO_SLOTS, num_rows=len(row_adapters), dtype=torch.float16).check(row_adapters)
 
 
 @pytest.mark.usefixtures("backend")
 def test_padding_blocks_are_skipped(device: torch.device) -> None:
     """As in a batch that is captured at a fixed number of blocks; the rows they name must not be written."""
-    problem, row_slots = Problem.make(device, TWO_SLOTS), [0, 0, 1, *[-1] * 9]
-    batch = problem.batch(row_slots)
+    problem, row_adapters = Problem.make(device, TWO_SLOTS), [0, 0, 1, *[-1] * 9]
+    batch = problem.batch(row_adapters)
     rows, slots = torch.full_like(batch.rows[:1], 5), torch.full_like(batch.slots[:1], -1)
-    problem.check(row_slots, batch=LoraBatch(torch.cat([rows, batch.rows]), torch.cat([slots, batch.slots])))
+    problem.check(row_adapters, batch=LoraBatch(torch.cat([rows, batch.rows]), torch.cat([slots, batch.slots])))
 
 
 @pytest.mark.usefixtures("backend")

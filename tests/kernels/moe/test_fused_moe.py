@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size, route_tokens
-from paged.kernels.common import reference as common_reference
-from paged.kernels.common.device import Device
-from paged.kernels.moe import reference as moe_reference
+from paged.kernels.core.device import Device
+from paged.kernels.layers import definition as layers
+from paged.kernels.moe import definition as moe_definition
 from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, takes_gemv
 from paged.kernels.moe.fused_moe import moe_block_size, token_counts
 from paged.kernels.moe.gemm import expert_gemm
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.weights import ExpertLinear
+from paged.kernels.quantization import definition as quantization
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close
 
@@ -51,7 +52,7 @@ def between_nans(tensor: torch.Tensor, left: int = 8, right: int = 16) -> torch.
 
 def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any], *, rounds_factors: bool = False) -> torch.Tensor:
     """The definition, with the roundings to the inputs' dtype that lie between its steps: the activation and each
-    expert's part, but for matrix-vector products; in PyTorch both products and sums with a bias.
+    expert's part, but for matrix-vector products; in PyTorch both products.
 
     rounds_factors: what weights are multiplied with is rounded to e4m3, as theirs are.
     """
@@ -63,11 +64,10 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any], *, rounds
         return tensor.to(hidden_states.dtype).double()
 
     def linear(name: str, w: torch.Tensor, x: torch.Tensor, expert: int) -> torch.Tensor:
-        factors = common_reference.quantize_rows(x[None], torch.float8_e4m3fn, 128)[0] if rounds_factors else x
+        factors = quantization.rounded_groups(x, "e4m3", 128) if rounds_factors else x
         product, bias = w[expert].double() @ factors, options.get(f"{name}_bias")
         product = to_dtype(product) if backend == "torch" else product
-        total = product if bias is None else product + bias[expert].cpu().double()
-        return to_dtype(total) if backend == "torch" else total
+        return product if bias is None else product + bias[expert].cpu().double()
 
     total = torch.zeros(hidden_states.shape, dtype=torch.float64)
     for token, ids in enumerate(topk_ids.tolist()):
@@ -77,7 +77,7 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any], *, rounds
                 activated = to_dtype(to_dtype(product).clamp(min=0) ** 2)
             else:
                 gate, up = (product[0::2], product[1::2]) if interleaved else product.chunk(2)
-                activated = to_dtype(common_reference.gated_activation(gate, up, activation))
+                activated = to_dtype(layers.gated_activation(gate, up, activation))
             part = linear("w2", w2, activated, expert) * topk_weights[token, k]
             total[token] += part if backend == "torch" or takes_gemv(shape) else to_dtype(part)
     return total
@@ -85,7 +85,7 @@ def rounded_moe(inputs: Inputs, backend: str, options: dict[str, Any], *, rounds
 
 def assert_matches(out: torch.Tensor, inputs: Inputs, backend: str, **options: Any) -> None:
     rounded = None if out.dtype == torch.float32 else rounded_moe(inputs, backend, options)
-    assert_close(out, moe_reference.fused_moe(*inputs, **options), rounded=rounded)
+    assert_close(out, moe_definition.fused_moe(*inputs, **options), rounded=rounded)
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_parts_of_four_ranks_add_up(num_tokens: int, device: torch.device) -> No
         expert_map[owned] = torch.arange(2, dtype=torch.int32, device=device)
         local = (hidden_states, w1[owned], w2[owned], weights)
         part = fused_moe(*local, ids, expert_map=expert_map)
-        assert_close(part, moe_reference.fused_moe(*local, known, expert_map=expert_map))
+        assert_close(part, moe_definition.fused_moe(*local, known, expert_map=expert_map))
         total += part
-    assert_close(total, moe_reference.fused_moe(hidden_states, w1, w2, weights, known))
+    assert_close(total, moe_definition.fused_moe(hidden_states, w1, w2, weights, known))
 
 
 @pytest.mark.usefixtures("backend")
@@ -200,7 +200,7 @@ def test_nan_stays_in_its_row(num_experts: int, device: torch.device) -> None:
     hidden_states[4, 7] = math.nan
     out = fused_moe(hidden_states, w1, w2, topk_weights, topk_ids)
     assert out.isnan().all(1).tolist() == [False, True, False, True, True, False]
-    assert_close(out, moe_reference.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
+    assert_close(out, moe_definition.fused_moe(hidden_states, w1, w2, topk_weights, topk_ids))
 
 
 def untouched(device: torch.device, path: Path, size: int) -> torch.Tensor:
@@ -259,7 +259,7 @@ def test_any_number_of_tokens(num_tokens: int, threads: int, unrouted: bool, dev
         torch.set_num_threads(before)
     assert out.isnan().any(1).tolist() == nan_rows
     known = topk_ids.masked_fill(topk_ids == num_experts, -1)
-    assert_close(out, moe_reference.fused_moe(*inputs[:4], known, **biases))
+    assert_close(out, moe_definition.fused_moe(*inputs[:4], known, **biases))
 
 
 @pytest.mark.usefixtures("backend")

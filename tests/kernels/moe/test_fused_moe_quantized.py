@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size
-from paged.bench.moe.formats import FORMATS, quantize
-from paged.kernels.common import reference as common_reference
-from paged.kernels.common.packed import product
+from paged.bench.problems.formats import FORMATS, quantize
+from paged.kernels.moe import definition as moe_definition
 from paged.kernels.moe import fused_moe as moe
 from paged.kernels.moe import gemm
-from paged.kernels.moe import reference as moe_reference
 from paged.kernels.moe.fused_moe import moe_block_size
+from paged.kernels.quantization import definition as quantization
+from paged.kernels.quantization import product
 from tests.kernels.faulty import planted, turns_red
 from tests.kernels.moe.test_fused_moe import Inputs, make_inputs, rounded_moe
 from tests.tolerance import assert_close
@@ -47,9 +47,9 @@ def _rounded(inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
         for expert in range(len(w)):
             scale, zeros, total = (None if each is None else each[expert] for each in found)
             if w.dtype != torch.int32 or scale.dim() < 2:
-                yield common_reference.dequantize(w[expert], scale, zeros, total, num_columns=num_columns)
+                yield quantization.dequantize_codes(w[expert], scale, zeros, total, num_columns=num_columns)
                 continue
-            plain = common_reference.dequantize(w[expert], scale, zeros, num_columns=num_columns)
+            plain = quantization.dequantize_codes(w[expert], scale, zeros, num_columns=num_columns)
             yield plain.to(hidden_states.dtype).double() * (1.0 if total is None else float(total))
 
     first = torch.stack(list(matrices("w1", w1, hidden_states.shape[1])))
@@ -62,7 +62,7 @@ def _rounded(inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
 def assert_matches(inputs: Inputs, scales: dict[str, Any], **options: Any) -> None:
     rounded = None if inputs[0].dtype == torch.float32 else _rounded(inputs, scales)
     out = fused_moe(*inputs, **scales, **options)
-    assert_close(out, moe_reference.fused_moe(*inputs, **scales, **options), rounded=rounded)
+    assert_close(out, moe_definition.fused_moe(*inputs, **scales, **options), rounded=rounded)
 
 
 # In the interpreter a layout takes a third of a second: others than these differ in the scales alone.
@@ -119,7 +119,7 @@ def test_biases_activation_and_a_nan_row(layout: str, device: torch.device) -> N
     out = fused_moe(*inputs, **options)
     assert out.isnan().any(1).tolist() == [False, False, False, True, False, False]
     finite = out.isfinite().all(1)
-    assert_close(out[finite], moe_reference.fused_moe(*inputs, **options)[finite.cpu()])
+    assert_close(out[finite], moe_definition.fused_moe(*inputs, **options)[finite.cpu()])
 
 
 @pytest.mark.usefixtures("backend")

@@ -7,23 +7,26 @@ import pytest
 import torch
 
 from paged import InvalidInputError, Routing, moe_align_block_size, route_and_align, route_tokens
-from paged.kernels.moe import reference
+from paged.kernels.moe import definition
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
+from tests.backends import BACKENDS
+from tests.kernels.moe import loops
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close
 
 pytestmark = pytest.mark.usefixtures("backend")
+by_numba_too = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 
 
 def assert_routed(logits: torch.Tensor, top_k: int, **options: Any) -> torch.Tensor:
-    """The reference's weights and ids; returns the ids."""
+    """The definition's weights and ids; returns the ids."""
     weights, ids = route_tokens(logits, top_k, **options)
-    want_weights, want_ids = reference.route_tokens(logits, top_k, **options)
+    want_weights, want_ids = definition.route_tokens(logits, top_k, **options)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
-    assert torch.equal(ids.cpu(), want_ids)
+    assert torch.equal(ids, want_ids)
     assert_close(weights, want_weights)
-    return want_ids
+    return want_ids.cpu()
 
 
 @pairwise(
@@ -31,12 +34,13 @@ def assert_routed(logits: torch.Tensor, top_k: int, **options: Any) -> torch.Ten
     renormalize=[True, False],
     scoring=["softmax", "sigmoid"],
 )
-def test_matches_reference(sizes: tuple[int, int, int], renormalize: bool, scoring: str, device: torch.device) -> None:
+def test_matches_definition(sizes: tuple[int, int, int], renormalize: bool, scoring: str, device: torch.device) -> None:
     num_tokens, num_experts, top_k = sizes
     logits = torch.randn(num_tokens, num_experts, device=device) * 3
     assert assert_routed(logits, top_k, renormalize=renormalize, scoring=scoring).shape == (num_tokens, top_k)
 
 
+@by_numba_too
 @pairwise(
     # DeepSeek-V3's; groups that are no power of two; groups of one; as many experts as the groups hold; one group.
     sizes=[(256, 8, 8, 4), (60, 6, 5, 3), (6, 3, 6, 4), (12, 6, 4, 2), (16, 2, 1, 1)],
@@ -58,9 +62,10 @@ def test_groups_and_bias(sizes: tuple[int, ...], biased: bool, scoring: str, dev
     }
     ids = assert_routed(logits, top_k, **options)
     if biased:
-        assert not torch.equal(ids, reference.route_tokens(logits, top_k, **options | {"correction_bias": None})[1])
+        assert not torch.equal(ids, definition.route_tokens(logits, top_k, **options | {"correction_bias": None})[1])
 
 
+@by_numba_too
 @pytest.mark.parametrize(
     ("logits", "top_k", "options", "expected"),
     [
@@ -105,7 +110,7 @@ def assert_exact(topk_ids: torch.Tensor, block_size: int, num_experts: int) -> N
 
 def assert_aligned(aligned: MoeAlignment, topk_ids: torch.Tensor, block_size: int, num_experts: int) -> None:
     """Every element of every result, the unused tails included, is what the definition says."""
-    blocks, experts, padded = reference.moe_align_block_size(topk_ids, block_size, num_experts)
+    blocks, experts, padded = loops.moe_align_block_size(topk_ids, block_size, num_experts)
     sorted_token_ids, expert_ids, num_tokens_post_padded = aligned
     assert num_tokens_post_padded.tolist() == [padded]
     assert sorted_token_ids.dtype == expert_ids.dtype == num_tokens_post_padded.dtype == torch.int32
@@ -163,8 +168,8 @@ def assert_routed_and_aligned(
     logits: torch.Tensor, routing: Routing, block_size: int, ticket: torch.Tensor | None = None
 ) -> None:
     weights, ids, aligned = route_and_align(logits, routing, block_size, ticket=ticket)
-    want_weights, want_ids = reference.route_tokens(logits, **vars(routing))
-    assert torch.equal(ids.cpu(), want_ids)
+    want_weights, want_ids = definition.route_tokens(logits, **vars(routing))
+    assert torch.equal(ids, want_ids)
     assert_close(weights, want_weights)
     assert_aligned(aligned, ids, block_size, logits.shape[1] + routing.num_shared_experts)
 

@@ -20,3 +20,11 @@ def in_words(codes: torch.Tensor, num_bits: int, order: tuple[int, ...] | None =
 
 def in_bytes(codes: torch.Tensor) -> torch.Tensor:
     return (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+
+
+def nibbles(words: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return the code of each column: nibble i of half h of word r of unit u, as in `packing`."""
+    columns = torch.arange(num_columns)
+    unit, inside = columns // 128, columns % 128
+    i, r, half = inside // 32, inside % 32 // 2, inside % 2
+    return (words[:, unit * 16 + r] >> (4 * i + 16 * half)) & 15

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, QuantizedWeight, UnsupportedError, quantized_linear
-from paged.kernels.common.device import Device
-from paged.kernels.common.packed import product, quantize_rows
-from paged.kernels.quantization import gemm, reference
+from paged.kernels.core.device import Device
+from paged.kernels.quantization import definition, gemm, product, quantize_rows
 from paged.kernels.quantization import quantized_linear as linear
 from paged.kernels.quantization.quantize import quantize
 from tests.kernels.faulty import planted, turns_red
@@ -83,9 +82,9 @@ class Problem:
         return Problem(x, weight, torch.randn(rows, device=device).to(dtype) if biased else None)
 
     def check(self) -> None:
-        """The result is the reference's up to the rounding of the result, and of code times scale where that is in 16
+        """The result is the definition's up to the rounding of the result, and of code times scale where that is in 16
         bits."""
-        want = reference.quantized_linear(self.x, self.weight, bias=self.bias)
+        want = definition.quantized_linear(self.x, self.weight, bias=self.bias)
         got = quantized_linear(self.x, self.weight, bias=self.bias)
         assert got.dtype == self.x.dtype
         assert_close(got, want, rounded=self.rounded())
@@ -95,7 +94,7 @@ class Problem:
         group_k = self.weight.group[1]
         if self.x.dtype == torch.float32 or self.weight.format != "int4" or group_k == 0 or group_k % 128 == 0:
             return None
-        w = reference.dequantize(self.weight).to(self.x.dtype).double()
+        w = definition.dequantize(self.weight).to(self.x.dtype).cpu().double()
         x = self.x.cpu().double()
         if self.weight.input_order is not None:
             x = x[:, self.weight.input_order.cpu().long()]
@@ -105,11 +104,11 @@ class Problem:
 def near_ties(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
     """Which values are rounded to another code when they, but not the largest of their group, change by 1e-5."""
     size = 128 if weight.scale.dim() == 2 else x.shape[1]
-    wide = x.cpu().double()
+    wide = x.double()
     groups = torch.nn.functional.pad(wide, (0, -x.shape[1] % size)).unflatten(1, (-1, size)).abs()
     is_largest = (groups == groups.amax(-1, keepdim=True)).flatten(1)[:, : x.shape[1]]
-    up, down = (reference.quantize_rows(wide.where(is_largest, wide * (1 + side * 1e-5)), weight) for side in (1, -1))
-    return (up != down).to(x.device)
+    up, down = (definition.input_of(wide.where(is_largest, wide * (1 + side * 1e-5)), weight) for side in (1, -1))
+    return up != down
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -149,6 +148,7 @@ def test_numbers_of_rows(num_rows: int, names: tuple[str, ...], device: torch.de
     [
         ("e4m3 block", (300, 200)),  # more columns than a tile, blocks cut short both ways
         ("e4m3 channel", (33, 171)),  # rows off the 16-byte grid
+        ("e4m3 channel", (33, 128)),  # as wide as a block, which is none
         ("int8 alone", (33, 171)),
         ("int4 channel zeros", (33, 171)),
         ("int4 g32", (40, 160)),  # no whole unit of 128 columns
@@ -210,7 +210,7 @@ def test_what_is_not_finite_stays_in_its_row(name: str, device: torch.device) ->
 def test_rounds_to_the_nearest_code(name: str) -> None:
     """A weight is off by half the distance of neighbouring codes at most, beside the rounding of its scale."""
     form, plain = FORMATS[name][0], torch.randn(40, 384)
-    off = (reference.dequantize(_quantized(name, plain)) - plain).abs().max() / plain.abs().max()
+    off = (definition.dequantize(_quantized(name, plain)) - plain).abs().max() / plain.abs().max()
     # Half a step of the largest code; MXFP4's scales are powers of 2, so that its largest code may be twice too large.
     assert 0 < off <= {"e4m3": 16 / 448, "int8": 0.51 / 127, "int4": 0.51 / 7, "mxfp4": 2 / 6, "nvfp4": 1.1 / 6}[form]
 
@@ -294,7 +294,7 @@ def test_results_do_not_depend_on_other_rows(backend: str, device: torch.device)
     alone = torch.cat([quantized_linear(problem.x[row : row + 1], problem.weight) for row in range(7)])
     if backend == "triton":
         assert torch.equal(out, alone)
-    assert_close(alone, reference.quantized_linear(problem.x, problem.weight))
+    assert_close(alone, definition.quantized_linear(problem.x, problem.weight))
 
 
 MODULES = {each.__name__.rpartition(".")[2]: each for each in (product, gemm, quantize_rows)}

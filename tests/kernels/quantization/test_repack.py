@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from paged import InvalidInputError, UnsupportedError
-from paged.kernels.common import reference as common_reference
-from paged.kernels.common.packed.packing import pack_codes, unpack_codes
-from paged.kernels.quantization import reference
+from paged.kernels.quantization import definition
+from paged.kernels.quantization.packing import pack_codes, unpack_codes
 from paged.kernels.quantization.repack import from_awq, from_compressed_tensors, from_gptq, from_mxfp4, from_nvfp4
-from tests.kernels.quantization.published import E2M1, in_bytes, in_words
+from tests.kernels.quantization.published import E2M1, in_bytes, in_words, nibbles
 
 ROWS, COLUMNS, GROUP = 24, 160, 32
 GROUPS = COLUMNS // GROUP
@@ -23,19 +22,19 @@ def test_packing_round_trip(num_columns: int) -> None:
     codes = torch.randint(16, (3, num_columns), dtype=torch.uint8)
     words = pack_codes(codes)
     assert torch.equal(unpack_codes(words, num_columns), codes)
-    assert torch.equal(common_reference.codes(words, num_columns), codes.long())
+    assert torch.equal(nibbles(words, num_columns), codes.int())
 
 
 def test_compressed_tensors_of_columns_that_no_word_divides() -> None:
     codes = torch.randint(16, (5, 99))
     weight = from_compressed_tensors(in_words(codes, 4), torch.ones(5, 1), 99)
-    assert torch.equal(reference.dequantize(weight), codes.double() - 8)
+    assert torch.equal(definition.dequantize(weight), codes.double() - 8)
 
 
 def test_gptq_without_zero_points() -> None:
     codes, scale = torch.randint(16, (ROWS, COLUMNS)), torch.rand(ROWS, GROUPS) + 0.5
     weight = from_gptq(in_words(codes, 4).T, scale.T, None)
-    assert torch.equal(reference.dequantize(weight), (codes - 8).double() * scale.double()[:, IN_STEPS])
+    assert torch.equal(definition.dequantize(weight), (codes - 8).double() * scale.double()[:, IN_STEPS])
 
 
 @pytest.mark.parametrize("in_blocks", [True, False])
@@ -45,7 +44,7 @@ def test_mxfp4(in_blocks: bool) -> None:
     packed = in_bytes(codes)
     weight = from_mxfp4(packed.view(ROWS, GROUPS, 16) if in_blocks else packed, scales)
     want = E2M1[codes] * 2.0 ** (scales.double() - 127)[:, IN_STEPS]
-    assert torch.equal(reference.dequantize(weight), want)
+    assert torch.equal(definition.dequantize(weight), want)
     assert weight.format == "mxfp4"
 
 

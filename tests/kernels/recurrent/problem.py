@@ -9,7 +9,7 @@ import torch
 
 import paged
 from paged import RecurrentBatch, RecurrentState
-from paged.kernels.recurrent import reference
+from tests.kernels.recurrent import loops
 from tests.tolerance import assert_close
 
 NAN = float("nan")
@@ -29,7 +29,8 @@ class Seq(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer. decay: added to the gate's bias; beta: added to b."""
+    """Sizes of a layer. decay: added to the gate's bias; beta: added to b. channels: whether each channel of a key has
+    a decay; rank: 2 for a layer with erase vectors."""
 
     key_heads: int = 2
     value_heads: int = 4
@@ -39,6 +40,8 @@ class Shape(NamedTuple):
     width: int = 4
     decay: float = 0.0
     beta: float = 0.0
+    channels: bool = False
+    rank: int = 1
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
 
@@ -58,7 +61,10 @@ class Problem:
     @staticmethod
     def make(device: torch.device, *seqs: Seq, max_append: int = 8, **sizes: Any) -> Problem:
         shape = Shape(**sizes)
-        heads, length = shape.value_heads, shape.ring
+        heads, length, rank = shape.value_heads, shape.ring, shape.rank
+        decays: tuple[int, ...] = (heads,)
+        if shape.channels:
+            decays = heads, shape.key_dim
         channels = 2 * shape.key_heads * shape.key_dim + heads * shape.value_dim
         free = (torch.randperm(3 * len(seqs) + 1) + 1).tolist()
         num_slots, before = len(free) + 1, shape.width - 1
@@ -72,9 +78,9 @@ class Problem:
         state = RecurrentState(
             unread(before + length, channels, dtype=shape.dtype),
             unread(heads, shape.value_dim, shape.key_dim, dtype=shape.state_dtype),
-            unread(length, shape.key_heads, shape.key_dim),
-            unread(length, heads, shape.value_dim),
-            unread(length, heads),
+            unread(rank * length, shape.key_heads, shape.key_dim),
+            unread(rank * length, heads, shape.value_dim),
+            unread(length, *decays),
         )
         conv, S, ring_k, ring_u, ring_g = vars(state).values()
         columns: list[list[int]] = []
@@ -85,10 +91,11 @@ class Problem:
             if read >= 0:
                 conv[read, : before + seq.ring] = random(before + seq.ring, channels, dtype=shape.dtype)
                 S[read] = random(heads, shape.value_dim, shape.key_dim, dtype=shape.state_dtype)
-                keys = random(seq.ring, shape.key_heads, shape.key_dim)
-                ring_k[read, : seq.ring] = keys / keys.norm(dim=-1, keepdim=True)
-                ring_u[read, : seq.ring] = random(seq.ring, heads, shape.value_dim)
-                ring_g[read, : seq.ring] = -random(seq.ring, heads).abs()
+                entries = rank * seq.ring
+                keys = random(entries, shape.key_heads, shape.key_dim)
+                ring_k[read, :entries] = keys / keys.norm(dim=-1, keepdim=True)
+                ring_u[read, :entries] = random(entries, heads, shape.value_dim)
+                ring_g[read, : seq.ring] = -random(seq.ring, *decays).abs()
             snapshot = free.pop() if seq.snapshot >= 0 else -1
             columns.append([seq.start, read, write, max(seq.ring, 0), snapshot, seq.snapshot])
         lens = torch.tensor([0, *(seq.tokens for seq in seqs)])
@@ -103,9 +110,9 @@ class Problem:
             batch,
             state,
             random(num_tokens, channels, dtype=shape.dtype),
-            (random(num_tokens, heads, dtype=shape.dtype), random(num_tokens, heads, dtype=shape.dtype) + shape.beta),
+            (random(num_tokens, *decays, dtype=shape.dtype), random(num_tokens, heads, dtype=shape.dtype) + shape.beta),
             random(heads) * 0.5,
-            random(heads) + shape.decay,
+            random(*decays) + shape.decay,
         )
 
     def conv(self) -> tuple[Any, dict[str, Any]]:
@@ -125,6 +132,17 @@ class Problem:
             **options,
         }
 
+    def erasing(self, **options: Any) -> tuple[str, dict[str, Any]]:
+        """RWKV-7: k and the vector that reads S have length 1, the vector that is written is at most as long."""
+        name, arguments = self.delta(lower_bound=-0.6065, **options)
+        keys, heads = self.shape.key_heads * self.shape.key_dim, self.shape.value_heads
+        k = arguments["mixed"][:, keys : 2 * keys].unflatten(1, (heads, -1))
+        k /= k.norm(dim=-1, keepdim=True)
+        read = torch.randn(k.shape, device=k.device).to(k.dtype)
+        read /= read.norm(dim=-1, keepdim=True)
+        write = -read * torch.rand(read.shape, device=k.device).to(k.dtype)
+        return name, arguments | {"b": None, "erase_read": read, "erase_write": write}
+
     def mamba(self, **options: Any) -> tuple[str, dict[str, Any]]:
         gates = {"dt": self.gates[0], "A_log": self.A_log, "dt_bias": self.dt_bias, "D": self.A_log + 1}
         return "mamba2_scan", {"mixed": self.x, **gates, **self.step(), "num_groups": self.shape.key_heads, **options}
@@ -133,20 +151,38 @@ class Problem:
         return {"state": self.state, "batch": self.batch}
 
 
-def run(name: str, arguments: dict[str, Any]) -> reference.Written:
+# Options of `Problem.make` and the method that gives the arguments, by name of a layer.
+LAYERS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "conv": ({}, "conv", {}),
+    "delta": ({}, "delta", {}),
+    "mamba": ({}, "mamba", {}),
+    "channels": ({"channels": True}, "delta", {}),
+    "bounded channels": ({"channels": True}, "delta", {"lower_bound": -5.0}),
+    "erasing": ({"channels": True, "rank": 2, "key_heads": 2, "value_heads": 2}, "erasing", {}),
+}
+
+
+def make_layer(layer: str, device: torch.device, *seqs: Seq, **sizes: Any) -> tuple[Problem, str, dict[str, Any]]:
+    """Return a problem of a layer in LAYERS, its operation's name and arguments."""
+    fixed, method, options = LAYERS[layer]
+    problem = Problem.make(device, *seqs, **sizes | fixed)
+    return problem, *getattr(problem, method)(**options)
+
+
+def run(name: str, arguments: dict[str, Any]) -> loops.Written:
     """What the operation returns and leaves in a copy of its state."""
     state = RecurrentState(*(None if each is None else _surrounded(each) for each in vars(arguments["state"]).values()))
     out = OPERATIONS[name](**arguments | {"state": state})
-    return reference.Written(out, **vars(state))
+    return loops.Written(out, **vars(state))
 
 
-def check(name: str, arguments: dict[str, Any]) -> reference.Written:
+def check(name: str, arguments: dict[str, Any]) -> loops.Written:
     """Everything is as the reference says, and bit by bit as before where the step writes nothing.
 
     Results of float32 may be off by 2e-5 of the root mean square of all: each is a sum over values as large.
     """
-    before, got, want = arguments["state"], run(name, arguments), getattr(reference, name)(**arguments)
-    rounded = None if got.out.dtype == torch.float32 else getattr(reference, name)(**_rounded(arguments))
+    before, got, want = arguments["state"], run(name, arguments), getattr(loops, name)(**arguments)
+    rounded = None if got.out.dtype == torch.float32 else getattr(loops, name)(**_rounded(arguments))
     for field, expected in want._asdict().items():
         if expected is None:
             continue

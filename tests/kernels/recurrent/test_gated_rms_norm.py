@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged import InvalidInputError, gated_rms_norm
-from paged.kernels.recurrent import reference
 from tests.backends import BACKENDS
+from tests.kernels.recurrent import loops
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close
 
@@ -40,7 +40,7 @@ def test_matches_reference(
     weight = torch.randn(size if is_shared else heads * size, device=device)
     group_size = None if group is None else heads * size // group
     options: dict[str, Any] = {"norm_first": norm_first, "group_size": group_size, "activation": activation}
-    assert_close(gated_rms_norm(x, z, weight, 1e-5, **options), reference.gated_rms_norm(x, z, weight, 1e-5, **options))
+    assert_close(gated_rms_norm(x, z, weight, 1e-5, **options), loops.gated_rms_norm(x, z, weight, 1e-5, **options))
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """A suite is worth what it catches: copies of the kernels with one fault each must turn the checks red."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,20 @@ import torch
 from paged.kernels.recurrent import (
     append_kernel,
     causal_conv1d,
+    channel_kernels,
     chunk_kernels,
     gated_delta_rule,
     gated_rms_norm,
     launches,
     mamba2_scan,
-    reference,
     row_functions,
 )
 from tests.kernels.faulty import planted, turns_red
-from tests.kernels.recurrent.problem import Problem, Seq, check
+from tests.kernels.recurrent import loops
+from tests.kernels.recurrent.problem import Problem, Seq, check, make_layer
 from tests.tolerance import assert_close
 
-MODULES = (row_functions, append_kernel, chunk_kernels, causal_conv1d, gated_rms_norm)
+MODULES = (row_functions, append_kernel, chunk_kernels, channel_kernels, causal_conv1d, gated_rms_norm)
 SIZES: dict[str, Any] = {"key_heads": 1, "value_heads": 2, "key_dim": 16, "value_dim": 24, "ring": 8}
 ROWS = (Seq(2, start=9, ring=2), Seq(0, start=4, ring=2), Seq(1, start=7, ring=3, fresh=True), Seq(1))
 CHUNKS = (Seq(70, start=60, ring=2, snapshot=64), Seq(9, start=5, ring=1))
@@ -42,7 +44,7 @@ MUTATIONS = {
     "entries of before": ("rows", "valid = entries < cursor", "valid = entries <= cursor"),
     "k is not normalised": ("rows", "k /= tl.sqrt(", "k /= 1.0 + 0.0 * tl.sqrt("),
     "the ring in the other order": ("rows", "entry = cursor - 1 - index", "entry = index"),
-    "a cursor off by one": ("rows", "entry = cursor + index", "entry = cursor + index + 1"),
+    "a cursor off by one": ("rows", "entry = (cursor + index) * RANK", "entry = (cursor + index + 1) * RANK"),
     "the ring of another slot": ("rows", "        cursor = 0\n", "        cursor = cursor\n"),
     "S of another slot is not written": ("rows", "if is_moved:", "if False:"),
     "the state that was read is written": ("rows", "is_moved = write_slot != read_slot", "is_moved = write_slot >= 0"),
@@ -56,7 +58,37 @@ MUTATIONS = {
     "no blocks below": ("chunks", "tl.where(row == 1, -corner", "tl.where(row == 2, -corner"),
     "the state is not seen": ("chunks", "u.to(tl.float32) - product(w, operand, zero, PRECISION)", "u.to(tl.float32)"),
     "the state does not decay": ("chunks", "S * tl.load(scales_ptr + (place * 4 + 3) * CHUNK)", "S"),
-    "a snapshot of the end": ("chunks", "(start + first + CHUNK == snapshot_len)", "(start + first == snapshot_len)"),
+    "a snapshot of the end": ("chunks", "(start + first + TOKENS == snapshot_len)", "(start + first == snapshot_len)"),
+    "a gate of the next channel": ("channel rows", "gates.stride_gate_token + columns, mask",
+                                   "gates.stride_gate_token + (columns ^ 1), mask"),
+    "another lower bound": ("channel rows", "gates.lower_bound / (1.0", "-4.0 / (1.0"),
+    "S is erased before its decay": ("channel rows", "            S *= decay[:, None]\n",
+                                     "            S *= 1.0 + 0.0 * decay[:, None]\n"),
+    "entries do not decay": ("channel rows", "            keys *= decay[:, None]\n",
+                             "            keys *= 1.0 + 0.0 * decay[:, None]\n"),
+    "an entry decays by its own gate": ("channel rows", "later = (entries // RANK + 1)", "later = (entries // RANK)"),
+    "S decays by a gate too few": ("channel rows", "S *= tl.exp(g_of_first + ", "S *= tl.exp(0.0 * g_of_first + "),
+    "a stale entry": ("channel rows", "valid = entries < cursor * RANK", "valid = entries <= cursor * RANK"),
+    "half of the ring": ("erasing rows", "valid = entries < cursor * RANK", "valid = entries < cursor"),
+    "an erased S after its decay": ("erasing rows", "removed = tl.sum(S * read[:, None]",
+                                    "removed = tl.sum(S * (decay * read)[:, None]"),
+    "the erased part is not seen": ("erasing rows", "out += tl.sum(q * write, axis=0) * removed", "out += 0.0"),
+    "a move decays at the wrong entry": ("erasing rows", "is_first = entry % RANK == 0",
+                                         "is_first = entry % RANK == RANK - 1"),
+    "chunks erase before the decay": ("channel chunks", "        before = since_start\n",
+                                      "        before = since_start - g\n"),
+    "chunks erase after the decay": ("erasing chunks", "            before = since_start - g\n",
+                                     "            before = since_start\n"),
+    "pairs erase after the decay": ("erasing chunks", "sums - g, 0.0", "sums, 0.0"),
+    "borders of both halves alike": ("channel chunks", "is_second[:, None], is_after, ~is_after",
+                                     "is_second[:, None], is_after, is_after"),
+    "pairs beyond their block": ("channel chunks", "is_second[:, None] & (block[:, None] == block[None, :] + 1)",
+                                 "block[:, None] == block[None, :] + 1"),
+    "sums of 16 bits": ("channel chunks", "tl.dot(factors, low, tl.dot(factors, middle, tl.dot(factors, high)))",
+                        "tl.dot(factors, high)"),
+    "endless gates": ("endless", "g = tl.where(g < LEAST, LEAST, g)", "g = g"),
+    "the chunk does not decay": ("channel chunks", "S * tl.load(decay_ptr", "S + 0.0 * tl.load(decay_ptr"),
+    "outputs of rows that erase": ("erasing chunks", "mask & (rows % RANK == RANK - 1)", "mask & (rows % RANK == 0)"),
     "no D": ("mamba", "out += tl.load(D_ptr + head).to(tl.float32) * v", "out += 0.0"),
     "no limit of dt": ("mamba", "dt < gates.least, gates.least", "dt < gates.least, dt"),
     "inputs from the step's begin": ("conv", "(cursor + inputs) * CHANNELS", "inputs * CHANNELS"),
@@ -87,6 +119,19 @@ def _sums(device: torch.device) -> None:
     name, arguments = Problem.make(device, Seq(64), max_append=3, **SIZES).delta()
     a = torch.where(torch.arange(64, device=device) % 8 == 0, 3000.0, -3.0)
     check(name, arguments | {"a": a[:, None] + arguments["a"]})
+
+
+def _layer(layer: str, seqs: tuple[Seq, ...], device: torch.device) -> None:
+    _, name, arguments = make_layer(layer, device, *seqs, max_append=3, **SIZES)
+    check(name, arguments)
+
+
+def _endless(device: torch.device) -> None:
+    """Logarithms of a decay that are infinite in float32, and -3000, between others."""
+    _, name, arguments = make_layer("channels", device, Seq(64), max_append=3, **SIZES)
+    tokens = torch.arange(64, device=device)[:, None, None]
+    a = torch.where(tokens % 8 == 0, 3e38, torch.where(tokens % 8 == 3, 3000.0, arguments["a"]))
+    check(name, arguments | {"a": a, "A_log": torch.full_like(arguments["A_log"], 1.0)})
 
 
 def _small_gates(device: torch.device) -> None:
@@ -121,7 +166,7 @@ def _norm(device: torch.device) -> None:
     for norm_first in (True, False):
         options: Any = {"norm_first": norm_first, "group_size": 16}
         assert_close(
-            gated_rms_norm.gated_rms_norm(x, z, weight, **options), reference.gated_rms_norm(x, z, weight, **options)
+            gated_rms_norm.gated_rms_norm(x, z, weight, **options), loops.gated_rms_norm(x, z, weight, **options)
         )
 
 
@@ -131,6 +176,11 @@ PROBLEMS = {
     "chunks": lambda device: _delta(device, *CHUNKS),
     "sums": _sums,
     "padding": _padding,
+    "channel rows": partial(_layer, "bounded channels", ROWS),
+    "channel chunks": partial(_layer, "channels", CHUNKS),
+    "erasing rows": partial(_layer, "erasing", ROWS),
+    "erasing chunks": partial(_layer, "erasing", CHUNKS),
+    "endless": _endless,
     "mamba": _mamba,
     "conv": _conv,
     "norm": _norm,

@@ -13,9 +13,9 @@ import torch
 
 import paged
 from paged import InvalidInputError, RecurrentBatch, RecurrentState
-from paged.kernels.common.device import LOOP_DTYPES
+from paged.kernels.core.device import NUMBA_DTYPES
 from tests.backends import needs_numba
-from tests.kernels.recurrent.problem import Problem, Seq, check, run
+from tests.kernels.recurrent.problem import LAYERS, Problem, Seq, check, make_layer, run
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close
 
@@ -31,7 +31,9 @@ MIXED = (
     Seq(8, start=8, ring=8),
 )
 OPERATIONS = ["delta", "mamba"]
-NUMBA_OPS = {"delta": "scan", "mamba": "scan", "conv": "causal_conv1d"}
+# Arguments with a row for each token.
+TOKENS = ("mixed", "a", "b", "dt", "erase_read", "erase_write")
+NUMBA_MODULES = {"causal_conv1d": "causal_conv1d"}
 
 
 @pytest.mark.usefixtures("backend")
@@ -48,6 +50,32 @@ def test_mixed_batch_matches_reference(operation: str, dtype: torch.dtype, devic
     check(*getattr(problem, operation)())
 
 
+CHANNEL_LAYERS = ["channels", "bounded channels", "erasing"]
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", CHANNEL_LAYERS)
+def test_decays_of_channels_match_the_rule(layer: str, dtype: torch.dtype, device: torch.device) -> None:
+    sizes = {"key_dim": 24, "value_dim": 8, "key_heads": 1, "value_heads": 2, "dtype": dtype}
+    _, name, arguments = make_layer(layer, device, *MIXED, **sizes)
+    check(name, arguments)
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_bounded_decay_of_heads(device: torch.device) -> None:
+    problem = Problem.make(device, *MIXED, key_dim=24, value_dim=8, key_heads=1, value_heads=2)
+    check(*problem.delta(lower_bound=-5.0))
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("seqs", [(), (Seq(0), Seq(0, start=4, ring=2))], ids=["no sequence", "empty sequences"])
+@pytest.mark.parametrize("layer", sorted(LAYERS.keys() - {"conv"}))
+def test_no_tokens_at_all(layer: str, seqs: tuple[Seq, ...], device: torch.device) -> None:
+    problem, name, arguments = make_layer(layer, device, *seqs)
+    assert check(name, arguments).out.shape == (0, problem.shape.value_heads, problem.shape.value_dim)
+
+
 # Triton's kernels of both operations are the same, and its interpreter is slow.
 by_each = pytest.mark.parametrize(
     ("backend", "operation"), [("torch", "delta"), ("torch", "mamba"), ("triton", "delta")], indirect=["backend"]
@@ -58,25 +86,42 @@ ROWS = (*(seq for seq in MIXED if seq.tokens <= 8), Seq(3, start=7, ring=4, fres
 
 @needs_numba
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", LOOP_DTYPES)
-@pytest.mark.parametrize("operation", [*OPERATIONS, "conv"])
-def test_rows_by_numba(operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", NUMBA_DTYPES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_rows_by_numba(layer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rows after the last sequence, and one short of the ring's end."""
     monkeypatch.setenv("PAGED_BACKEND", "numba")
-    problem = Problem.make(torch.device("cpu"), *ROWS, dtype=dtype, key_dim=24, value_dim=40)
-    name, arguments = getattr(problem, operation)()
-    if operation == "conv":
+    sizes = {"dtype": dtype, "key_dim": 24, "value_dim": 40}
+    _, name, arguments = make_layer(layer, torch.device("cpu"), *ROWS, **sizes)
+    if layer == "conv":
         arguments["bias"] = arguments["bias"].to(dtype)
-    rows = {key: value for key, value in arguments.items() if key in ("mixed", "x", "a", "b", "dt")}
-    module = importlib.import_module(f"paged.kernels.recurrent.numba_ops.{NUMBA_OPS[operation]}")
-    with mock.patch.object(module, "prepare", wraps=module.prepare) as prepare:
+    _check_by_numba(name, arguments)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", NUMBA_DTYPES)
+@pytest.mark.parametrize("layer", CHANNEL_LAYERS)
+def test_prompts_by_numba(layer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    _, name, arguments = make_layer(layer, torch.device("cpu"), *MIXED, dtype=dtype, key_dim=24, value_dim=40)
+    _check_by_numba(name, arguments)
+
+
+def _check_by_numba(name: str, arguments: dict[str, Any]) -> None:
+    rows = {key: value for key, value in arguments.items() if key in (*TOKENS, "x") and value is not None}
+    module = importlib.import_module(f"paged.kernels.cpu.recurrent.{NUMBA_MODULES.get(name, 'scan')}")
+    with mock.patch.object(module, "launch_for", wraps=module.launch_for) as launch_for:
         check(name, arguments | {key: torch.cat([value, value[:2]]) for key, value in rows.items()})
-    prepare.assert_called_once()
+    launch_for.assert_called_once()
 
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("backend")
-@by_each
+@pytest.mark.parametrize(
+    ("backend", "layer"),
+    [*(("torch", layer) for layer in (*OPERATIONS, "channels")), ("triton", "delta"), ("triton", "channels")],
+    indirect=["backend"],
+)
 @pairwise(
     heads=[(1, 1), (2, 4), (1, 4)],
     key_dim=[16, 64, 128],
@@ -86,7 +131,7 @@ def test_rows_by_numba(operation: str, dtype: torch.dtype, monkeypatch: pytest.M
     state_dtype=[torch.float32, torch.bfloat16],
 )
 def test_sizes_and_gates(
-    operation: str,
+    layer: str,
     heads: tuple[int, int],
     key_dim: int,
     value_dim: int,
@@ -97,10 +142,11 @@ def test_sizes_and_gates(
 ) -> None:
     """Decay near 1 and near 0; beta near 0, 1 and 2, where S turns over with each token."""
     seqs = (Seq(67, start=3, snapshot=64), Seq(2, start=5, ring=4), Seq(1, start=40, ring=16, fresh=True))
-    sizes = {"key_heads": heads[0], "value_heads": heads[1], "key_dim": key_dim, "value_dim": value_dim}
-    problem = Problem.make(device, *seqs, **sizes, decay=decay, beta=beta, state_dtype=state_dtype)
-    name, arguments = getattr(problem, operation)()
-    check(name, arguments | ({"beta_scale": 2.0} if operation == "delta" else {"dt_limits": (0.01, 0.5)}))
+    sizes: dict[str, Any] = {"key_heads": heads[0], "value_heads": heads[1]}
+    sizes |= {"key_dim": key_dim, "value_dim": value_dim}
+    sizes |= {"decay": decay, "beta": beta, "state_dtype": state_dtype}
+    _, name, arguments = make_layer(layer, device, *seqs, **sizes)
+    check(name, arguments | ({"dt_limits": (0.01, 0.5)} if layer == "mamba" else {"beta_scale": 2.0}))
 
 
 def lengths_to_130(backend: str) -> Iterable[int]:
@@ -109,13 +155,36 @@ def lengths_to_130(backend: str) -> Iterable[int]:
 
 
 @pytest.mark.thorough
-@by_each
-def test_every_length_from_1_to_130(operation: str, backend: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("backend", "layer"),
+    [
+        *(("torch", layer) for layer in (*OPERATIONS, *CHANNEL_LAYERS)),
+        *(("triton", layer) for layer in ("delta", "channels", "erasing")),
+    ],
+    indirect=["backend"],
+)
+def test_every_length_from_1_to_130(layer: str, backend: str, device: torch.device) -> None:
     """Each from a position of its own, so that first and last chunks have every length too."""
     lengths = lengths_to_130(backend)
     seqs = [Seq(tokens, start=5 * tokens % 64, ring=0 if tokens % 3 else -1) for tokens in lengths]
-    problem = Problem.make(device, *seqs, max_append=0, key_heads=1, value_heads=1)
-    check(*getattr(problem, operation)())
+    _, name, arguments = make_layer(layer, device, *seqs, max_append=0, key_heads=1, value_heads=1)
+    check(name, arguments)
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("layer", CHANNEL_LAYERS)
+@pytest.mark.parametrize("share", [0.03, 0.5])
+def test_gates_at_both_limits(layer: str, share: float, backend: str, device: torch.device) -> None:
+    """Channels that keep everything, but for a share of the tokens, at which they decay as fast as they can: no
+    exponent leaves float32. The definition and a GPU scan 4,096 tokens, for which the interpreter takes a minute."""
+    seqs = [Seq(tokens, start=5 * tokens % 64) for tokens in (1, 15, 17, 65, 130)]
+    if backend == "torch" or device.type == "cuda":
+        seqs.append(Seq(4096))
+    _, name, arguments = make_layer(layer, device, *seqs, max_append=0, key_heads=1, value_heads=1)
+    a = arguments["a"]
+    decays = torch.rand(a.shape, device=device) < share
+    check(name, arguments | {"a": torch.where(decays, 3000.0, -60.0).to(a.dtype)})
 
 
 class Steps:
@@ -135,8 +204,11 @@ class Steps:
         device = self.state.conv.device
         tensors = [torch.tensor(column, dtype=torch.int32, device=device) for column in columns]
         batch = RecurrentBatch(*tensors, tokens, 16 if tokens <= 16 else 0)
-        names = [key for key in ("mixed", "a", "b", "dt") if key in self.arguments]
-        part = {key: self.arguments[key][self.at : self.at + tokens] for key in names}
+        part = {
+            key: value[self.at : self.at + tokens]
+            for key, value in self.arguments.items()
+            if key in TOKENS and value is not None
+        }
         found = self.read()
         out = self.operation(**self.arguments | part | {"state": self.state, "batch": batch})
         assert all(torch.equal(new, old) for new, old in zip(self.read(), found, strict=True))
@@ -150,21 +222,25 @@ class Steps:
         """What the next step reads: it must be the same bits after a step that fails, or whose drafts are rejected."""
         if self.slot < 0:
             return []
-        _, state, *rings = vars(self.state).values()
-        return [state[self.slot].clone(), *(ring[self.slot, : self.cursor].clone() for ring in rings)]
+        rings = self.state.rings()
+        entries = self.slot, slice(0, self.cursor * rings.rank)
+        read = rings.state[self.slot], rings.k[entries], rings.u[entries], rings.g[self.slot, : self.cursor]
+        return [tensor.clone() for tensor in read]
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    ("backend", "operation"),
-    [("torch", "delta"), ("torch", "mamba"), pytest.param("triton", "delta", marks=pytest.mark.thorough)],
+    ("backend", "layer"),
+    [
+        *(("torch", layer) for layer in (*OPERATIONS, *CHANNEL_LAYERS)),
+        *(pytest.param("triton", layer, marks=pytest.mark.thorough) for layer in ("delta", "channels", "erasing")),
+    ],
     indirect=["backend"],
 )
-def test_one_text_by_any_steps(operation: str, device: torch.device) -> None:
+def test_one_text_by_any_steps(layer: str, device: torch.device) -> None:
     """A scan; single tokens until the ring is full; a flush; drafts of which some are rejected; a failed step that is
     made again; a scan off the grid. Outputs are those of one scan of the whole text."""
-    problem = Problem.make(device, Seq(140), value_heads=2, decay=-3.0)
-    name, arguments = getattr(problem, operation)()
+    problem, name, arguments = make_layer(layer, device, Seq(140), value_heads=2, decay=-3.0)
     whole = run(name, arguments).out
     steps = Steps(name, arguments, problem)
     steps.step(37, write=1)
@@ -220,7 +296,12 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         ({"b": arguments["b"].double()}, "b: dtype"),
         ({"A_log": arguments["A_log"][1:]}, r"A_log: shape \[3\], expected \[4\]"),
         ({"num_k_heads": 3}, "key heads: 3, expected a divisor of 4"),
-        ({"num_k_heads": 4}, r"ring_k: shape .*, expected \[8, L, 4, 16\]"),
+        ({"num_k_heads": 4}, r"ring_k: shape .*, expected \[8, 16, 4, 16\]"),
+        ({"b": None}, "b: None, expected a tensor"),
+        ({"lower_bound": 1.0}, "lower_bound: 1.0"),
+        ({"erase_read": arguments["a"]}, "erase_read, erase_write: one of them"),
+        ({"erase_read": arguments["a"], "erase_write": arguments["a"]}, "b: .* None with erase vectors"),
+        ({"a": arguments["a"].unsqueeze(2).expand(-1, -1, 16)}, r"ring_g: shape .*, expected \[8, L, 4, 16\]"),
         ({"eps": -1.0}, "eps"),
         ({"state": RecurrentState(state.conv)}, "state: of a convolution alone"),
         ({"state": replace(state, ring_u=state.ring_u[:, 1:])}, "ring_u: shape"),
@@ -243,6 +324,18 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
             run(name, arguments | bad)
     with pytest.raises(InvalidInputError, match="cu_seqlens_q: shape"):
         with_batch(starts=[0])
+    _, name, erasing = make_layer("erasing", device, Seq(2))
+    narrow = erasing["a"][:, :, :8]
+    for bad, message in (
+        ({"a": erasing["a"][:, :, 0]}, r"a: shape \[2, 2\], expected \[num_tokens, HV, K\]"),
+        ({"num_k_heads": 1}, "num_k_heads: 1, expected 2, all heads"),
+        ({"a": narrow}, r"a: shape \[2, 2, 8\], expected \[2, 2, 16\]"),
+        ({"a": erasing["a"].mT.contiguous().mT}, "a: strides .*, expected every token contiguous"),
+        ({"dt_bias": erasing["dt_bias"][:, 0]}, r"dt_bias: shape \[2\], expected \[2, 16\]"),
+        ({"state": replace(erasing["state"], ring_k=erasing["state"].ring_k[:, :16])}, r"expected \[5, 32, 2, 16\]"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            run(name, erasing | bad)
     with pytest.raises(InvalidInputError, match="expected RecurrentState"):
         paged.gated_delta_rule(**arguments | {"state": state.conv})
     with pytest.raises(InvalidInputError, match="dt_limits"):

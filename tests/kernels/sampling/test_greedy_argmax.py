@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paged import InvalidInputError, greedy_argmax
-from paged.kernels.sampling import reference
+from tests.kernels.sampling import loops
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES
 
@@ -22,7 +22,7 @@ def test_matches_reference(shape: tuple[int, int], dtype: torch.dtype, per_row: 
     for arguments in ({}, mask, penalty, mask | penalty):
         chosen = greedy_argmax(logits, **arguments)
         assert chosen.dtype == torch.int64
-        assert chosen.tolist() == reference.greedy_argmax(logits, **arguments).tolist()
+        assert chosen.tolist() == loops.greedy_argmax(logits, **arguments).tolist()
 
 
 def test_ties_across_chunks_go_to_the_smaller_token(device: torch.device) -> None:
@@ -47,7 +47,7 @@ def test_strided_arguments(device: torch.device) -> None:
     token_mask = torch.rand(200, 3, device=device).T < 0.5
     penalty = (1 + torch.rand(400, device=device))[::2]
     arguments = {"token_mask": token_mask, "repetition_penalty": penalty}
-    expected = reference.greedy_argmax(logits, **arguments).tolist()
+    expected = loops.greedy_argmax(logits, **arguments).tolist()
     assert greedy_argmax(logits, **arguments).tolist() == expected
     assert greedy_argmax(logits.T.contiguous().T, **arguments).tolist() == expected
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from paged import InvalidInputError, Penalties, sample_tokens
-from paged.kernels.sampling import passes, reference, row_functions, thresholds
+from paged.kernels.sampling import passes, row_functions, thresholds
 from paged.kernels.sampling import sample_tokens as module
+from paged.kernels.sampling.definition import apply_penalties
 from paged.kernels.sampling.sample_tokens import filter_logits
-from paged.kernels.sampling.torch_ops.sample_tokens import apply_penalties
 from tests.kernels.faulty import planted
+from tests.kernels.sampling import loops
 from tests.tolerance import DTYPES, assert_close
 
 NAN, INF = float("nan"), float("inf")
@@ -120,7 +121,7 @@ def test_matches_reference(names: tuple[str, ...], device: torch.device) -> None
     arguments = _asking(random_rows(4, 200, device, seed=len(names)), *names)
     tokens = sample_tokens(**arguments)
     assert tokens.dtype == torch.int64
-    assert tokens.tolist() == reference.sample_tokens(**arguments).tolist()
+    assert tokens.tolist() == loops.sample_tokens(**arguments).tolist()
 
 
 @pytest.mark.usefixtures("backend")
@@ -128,7 +129,7 @@ def test_matches_reference(names: tuple[str, ...], device: torch.device) -> None
 def test_logits_of_any_type_and_stride(dtype: torch.dtype, device: torch.device) -> None:
     arguments = _asking(random_rows(3, 200, device, seed=1), "top_k", "penalties")
     logits = arguments.pop("logits").to(dtype)
-    expected = reference.sample_tokens(logits, **arguments).tolist()
+    expected = loops.sample_tokens(logits, **arguments).tolist()
     assert sample_tokens(logits, **arguments).tolist() == expected
     padded = torch.full((6, 207), NAN, dtype=dtype, device=device)[::2, 7:]
     assert sample_tokens(padded.copy_(logits), **arguments).tolist() == expected
@@ -140,7 +141,7 @@ def test_rows_with_everything(device: torch.device) -> None:
     """So the implementations draw the same tokens, too."""
     arguments = random_rows(9, 200, device, seed=100)
     tokens = sample_tokens(**arguments).tolist()
-    assert tokens == reference.sample_tokens(**arguments).tolist()
+    assert tokens == loops.sample_tokens(**arguments).tolist()
     assert len(set(tokens)) > 4
 
 
@@ -174,7 +175,7 @@ def test_filtered_logits_are_those_of_the_reference(device: torch.device) -> Non
             best[int(logits[row].argmax())] = 0.0
             assert scores.tolist() == best
             continue
-        expected = reference.kept_scores(logits[row].tolist(), temperature, int(filters[0]), *filters[1:])
+        expected = loops.kept_scores(logits[row].tolist(), temperature, int(filters[0]), *filters[1:])
         assert_close(scores.float(), torch.tensor(expected).double())
 
 
@@ -196,7 +197,7 @@ def test_long_lists(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> No
     logits[:, ::3] = 0.05
     given = (logits, torch.randint(0, 1 << 32, (2, 2), device=device), torch.ones(2, device=device))
     filters = {"top_k": torch.tensor([1300, 3000], device=device), "top_p": torch.tensor([1.0, 0.4], device=device)}
-    assert sample_tokens(*given, **filters).tolist() == reference.sample_tokens(*given, **filters).tolist()
+    assert sample_tokens(*given, **filters).tolist() == loops.sample_tokens(*given, **filters).tolist()
 
 
 def test_rejects_what_does_not_fit(device: torch.device) -> None:
@@ -269,8 +270,8 @@ def _is_right(arguments: dict[str, Any]) -> bool:
     for place in (0, 3, 1):
         row = _asking(_rows(arguments, [place]), *FILTERS)
         del row["keys"]
-        expected = reference.kept_scores(*(tensor[0].tolist() for tensor in row.values()))
+        expected = loops.kept_scores(*(tensor[0].tolist() for tensor in row.values()))
         if expected is None or (filter_logits(**row) > -INF).tolist() != [[score > -INF for score in expected]]:
             return False
     given = _rows(arguments, [4, 5, 6]) | {"keys": arguments["keys"][[4, 2, 6]]}
-    return bool(sample_tokens(**given).tolist() == reference.sample_tokens(**given).tolist())
+    return bool(sample_tokens(**given).tolist() == loops.sample_tokens(**given).tolist())

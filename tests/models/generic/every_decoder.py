@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.errors import CheckpointError, PagedError
 from paged.models.generic.network import ModuleNetwork
 from paged.models.registry import load_model
+from paged.step.batch import UnifiedBatchItem, VerifyLogits
 from tests.models.families import FAMILIES, PARTS, Families, logits_of, options, save_checkpoint, tokens
 from tests.models.published_settings.others import published_values
 from tests.tolerance import assert_within

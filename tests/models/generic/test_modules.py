@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
-from paged.batch import UnifiedBatchItem, VerifyLogits
 from paged.errors import UnsupportedError
 from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.layers import ModuleLinear, ModuleNorm
@@ -21,6 +20,7 @@ from paged.models.parallel.ranks import Ranks
 from paged.models.quantization.packed_weights import CpuExperts, CpuProducts
 from paged.models.registry import load_model
 from paged.serving.command_line.checkpoint_summary import summarize
+from paged.step.batch import UnifiedBatchItem, VerifyLogits
 from tests.backends import needs_numba
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, Families, assert_logits_of, assert_same_logits, save_checkpoint, tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paged.errors import PagedError, UnsupportedError
-from paged.kernels.common.attention.latent_cache import index_keys
+from paged.kernels.cache.latent_cache import index_keys
 from paged.models.cache_sizes import cache_config
 from paged.models.layers.indexer import Indexer
 from paged.models.loading.hf_config import HfConfig

@@ -7,7 +7,15 @@ import pytest
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.models.registry import load_model, read_model_config
-from tests.models.families import FAMILIES, VARIANTS, assert_same_logits, logits_of, save_checkpoint, tokens
+from tests.models.families import (
+    FAMILIES,
+    OF_TRANSFORMERS,
+    VARIANTS,
+    assert_same_logits,
+    logits_of,
+    save_checkpoint,
+    tokens,
+)
 
 PROMPT = tokens(20)
 ANYWHERE = {"hidden_act", "hidden_activation"}
@@ -23,7 +31,7 @@ WITHOUT_RECURRENCE = ("granite_hybrid_attention_only", "nemotron_h_attention_las
         *FAST,
         *(
             pytest.param(name, marks=pytest.mark.thorough)
-            for name in (*FAMILIES, *WITHOUT_RECURRENCE)
+            for name in (*OF_TRANSFORMERS, *WITHOUT_RECURRENCE)
             if name not in FAST
         ),
     ],

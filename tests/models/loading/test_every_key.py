@@ -16,7 +16,7 @@ from paged.errors import UnsupportedError
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import ARCHITECTURES, model_config
 from tests.models.every_key import Change, EveryKey
-from tests.models.families import FAMILIES, VARIANTS
+from tests.models.families import FAMILIES, OF_TRANSFORMERS, VARIANTS
 
 IS_SOAK = "SOAK" in os.environ
 FAST = ("granite_hybrid", "hunyuan_moe", "phi3")
@@ -29,7 +29,7 @@ def test_some_keys(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [*FAMILIES, *(VARIANTS if IS_SOAK else ())])
+@pytest.mark.parametrize("name", [*OF_TRANSFORMERS, *(VARIANTS if IS_SOAK else ())])
 def test_every_key(name: str, tmp_path: Path) -> None:
     _compare(name, tmp_path, every=1 if IS_SOAK else 4)
 

@@ -51,10 +51,11 @@ def _save(values: dict[str, Any], folder: Path) -> bool:
     if config.max_position_embeddings > MOST_POSITIONS or config.vocab_size > 8 * VOCAB_SIZE:
         return False
     network = meta_network(network_class, with_stored_layout(config, {}), torch.float32)
-    slots = network.weight_slots()
-    if sum(slot.shape.numel() for slot in slots.values()) > MOST_WEIGHTS:
+    destinations = network.destinations()
+    shapes = {name: destination.shape for name, destination in destinations.items()}
+    if sum(shape.numel() for shape in shapes.values()) > MOST_WEIGHTS:
         return False
-    save_file({name: 0.1 * torch.randn(slot.shape) for name, slot in slots.items()}, folder / WEIGHTS)
+    save_file({name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}, folder / WEIGHTS)
     (folder / "config.json").write_text(json.dumps(values))
     return True
 

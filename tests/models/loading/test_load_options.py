@@ -10,7 +10,7 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.executors.llm_executor import LlmExecutor
-from paged.kernels.common.device import Device
+from paged.kernels.core.device import Device
 from paged.models import cache_sizes
 from paged.models.loading.load_options import LoadOptions
 from paged.models.registry import load_model

@@ -9,8 +9,8 @@ import torch
 
 from paged.errors import UnsupportedError
 from paged.executors.llm_executor import LlmExecutor
-from paged.kernels.common import reference
-from paged.kernels.quantization.cpu_product import this_cpu
+from paged.kernels.cpu.products import this_cpu
+from paged.kernels.quantization import definition
 from paged.models.quantization.packed_weights import Mxfp4Experts
 from paged.models.registry import load_model
 from tests.backends import needs_numba
@@ -59,12 +59,12 @@ def test_experts_hold_what_the_blocks_say(columns: int) -> None:
     blocks, scales = randint(3, 85, columns // 32, 16), torch.arange(255, dtype=torch.uint8).view(3, 85, 1)
     scales = scales.repeat(1, 1, columns // 32)
     experts = Mxfp4Experts(3, 85, columns)
-    slots = experts.weight_slots("w")
-    slots["w_scales"].copy_(scales)
-    slots["w_blocks"].copy_(blocks)
+    destinations = experts.destinations("w")
+    destinations["w_scales"].copy_(scales)
+    destinations["w_blocks"].copy_(blocks)
     expected = unpacked(blocks, scales)
     for expert in range(3):
-        held = reference.dequantize(experts.values[expert], experts.scale[expert], num_columns=columns)
+        held = definition.dequantize_codes(experts.values[expert], experts.scale[expert], num_columns=columns)
         assert torch.equal(held, expected[expert])
 
 

@@ -18,7 +18,10 @@ KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta", "original
 KEPT += ("short_mscale", "long_mscale")
 FAST = ("llama4",)
 # Those with two rotations, with none, and with longrope alone in transformers.
-LEFT = ("gemma3", "gemma4_moe", "gemma4_shared_kv", "granite_hybrid", "nemotron_h", "olmo3", "phi3")
+LEFT = (
+    *("gemma3", "gemma4_moe", "gemma4_shared_kv", "granite_hybrid", "kimi_k3", "kimi_linear"),
+    *("nemotron_h", "olmo3", "phi3"),
+)
 
 
 def _scalings(num_pairs: int) -> dict[str, dict[str, Any]]:

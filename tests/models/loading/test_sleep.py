@@ -10,7 +10,7 @@ from paged import Engine, EngineConfig, InvalidInputError, LlmExecutor, ModelAsl
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.tensors import KvCacheTensors
 from paged.errors import CheckpointError
-from paged.kernels.common.device import has_numba
+from paged.kernels.core.device import has_numba
 from paged.models import device_memory
 from tests.models.allocations import recorded
 from tests.models.families import FAMILIES, save_checkpoint, tokens

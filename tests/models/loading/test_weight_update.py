@@ -15,8 +15,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, SpeculativeDecoder, UnifiedBatch, UnifiedBatchItem
-from paged.batch import VerifyLogits
 from paged.errors import CheckpointError, InvalidInputError, PagedError
+from paged.step.batch import VerifyLogits
 from tests.deadline import HANG_S
 from tests.models.allocations import recorded
 from tests.models.edits import WEIGHTS, Tensors, edit_config, edit_tensors
@@ -289,7 +289,7 @@ def test_no_prefix_survives_an_update_that_fails_halfway(
     def fail() -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(executor.model.network, "bind_weights", fail)
+    monkeypatch.setattr(executor.model.network, "derive_from_weights", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         executor.update_weights(_changed(llama_folder, tmp_path / "new"))
     assert executor.kv_manager.stats().published_blocks == 0

@@ -118,7 +118,7 @@ def test_index_that_does_not_match_its_files(sharded: Path) -> None:
 def test_tensor_in_two_shards(sharded: Path) -> None:
     rest = load_file(sharded / "rest.safetensors")
     save_file(rest | load_file(sharded / "norm.safetensors"), sharded / "rest.safetensors")
-    assert_refused(sharded, rf"{NORM}: a second time, in")
+    assert_refused(sharded, rf"{NORM}: stored twice, again in")
 
 
 def test_malformed_index(sharded: Path) -> None:

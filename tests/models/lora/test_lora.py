@@ -32,6 +32,7 @@ ADAPTERS = {
 TARGETS = {
     **dict.fromkeys(("gemma3", "gemma4_shared_kv", "llama4_dense_layer", "qwen2"), ALL),
     "gpt_oss": ALL[:4],
+    "kimi_linear": ("q_proj", "o_proj"),
     "llama4": ALL,  # those of the MLP are of the shared expert
     "nemotron": ("q_proj", "o_proj", "up_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
@@ -163,7 +164,7 @@ def test_what_ran_under_the_name_before_is_not_found(
     model.adapters.unload("large")
     model.kv_manager.allocate("a", token_ids=prompt, namespace="name")
     model.prefill("a", prompt)
-    with pytest.raises(InvalidInputError, match="'name': namespace of 1 sequences without it, first 'a'"):
+    with pytest.raises(InvalidInputError, match="'name': the namespace of 1 sequences without an adapter, first 'a'"):
         model.adapters.load("name", folders["all"])
     model.release("a")
     model.adapters.load("name", folders["all"])
@@ -175,7 +176,7 @@ def test_a_sequence_keeps_the_adapter_it_began_with(model: PagedCausalLM) -> Non
     run(model, "a", "all", tokens(5))
     model.prefill("base", tokens(5))
     for cache_id, name in (("a", "rslora"), ("a", None), ("base", "all")):
-        with pytest.raises(InvalidInputError, match=f"adapter {name!r} for cache {cache_id!r}: its namespace"):
+        with pytest.raises(InvalidInputError, match=f"adapter {name!r} for sequence {cache_id!r}: its namespace"):
             model.set_lora_adapter_for_cache(cache_id, name)
     model.set_lora_adapter_for_cache("a", "all")
     model.set_lora_adapter_for_cache("base", None)
@@ -186,7 +187,7 @@ def test_a_sequence_keeps_the_adapter_it_began_with(model: PagedCausalLM) -> Non
 
 def test_unload_in_use_is_refused(model: PagedCausalLM) -> None:
     run(model, "a", "all", tokens(5))
-    with pytest.raises(InvalidInputError, match="'all': 1 sequences hold it, first 'a'"):
+    with pytest.raises(InvalidInputError, match="'all': 1 sequences use it, first 'a'"):
         model.adapters.unload("all")
     model.adapters.unload("large")
     model.release("a")
@@ -346,7 +347,7 @@ def test_malformed_adapters_are_refused(
 
 
 def test_names_slots_and_ranks(model: PagedCausalLM, folders: dict[str, Path], llama_folder: Path) -> None:
-    for name, message in (("all", "'all': already loaded"), ("more", "all 3 slots are taken"), ("", "non-empty")):
+    for name, message in (("all", "'all': already loaded"), ("more", "3 are loaded"), ("", "non-empty")):
         with pytest.raises(InvalidInputError, match=message):
             model.adapters.load(name, folders["all"])
     small = load_model(llama_folder, max_lora_rank=8)

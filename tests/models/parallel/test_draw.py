@@ -1,5 +1,6 @@
 """Tokens drawn on shards are those drawn from the whole."""
 
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from paged.batch import DrawToken
-from paged.models.logits_policy import Draws
+from paged.models.logits_policy import Draws, answers_of
 from paged.models.parallel.draw import candidates_of, draw_tokens
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
+from paged.step.batch import DrawToken
 from tests.deadline import HANG_S
 
 
@@ -129,3 +130,11 @@ def test_nan_leaves_nothing_to_draw(backend: str) -> None:
     logits[1, 26] = 1
     draws = _draws(2, heats=(1.0, 0.0))
     assert _drawn(logits, draws, 2)[0].tolist() == draws.choose(logits).tolist()
+
+
+def test_more_best_tokens_than_a_table_can_count() -> None:
+    logits = torch.randn(3, 50)
+    policies = [DrawToken(1.0, (7, 8), top_p=0.5), DrawToken(1.0, (7, 8), top_k=sys.maxsize, top_p=0.5)]
+    for row in logits:
+        without, beyond = answers_of(row.repeat(2, 1), policies)
+        assert without == beyond

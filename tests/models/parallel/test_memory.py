@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from paged.kernels.common.packed.packing import FP8_BLOCK
+from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.loading import tensor_file
 from paged.models.parallel.share import Part, Share
 from paged.models.quantization import packed_weights
@@ -40,7 +40,8 @@ def _is_little(folder: Path, share: Share, beside: int = 0) -> bool:
         network = load_part(folder, share)
     held = sum(parameter.nbytes for parameter in network.parameters())
     assert allocations.most >= held
-    largest = max(slot.shape.numel() * slot.dtype.itemsize for slot in network.weight_slots().values())
+    destinations = network.destinations().values()
+    largest = max(destination.shape.numel() * destination.dtype.itemsize for destination in destinations)
     return allocations.most <= held + 2 * largest + beside
 
 
@@ -52,9 +53,9 @@ def test_a_part_and_one_tensor(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(_is_little(folder, share) for share in shares)
     read = Part.read
 
-    def read_all(part: Part, tensors: Any, tensor: str, slot: Any) -> torch.Tensor:
+    def read_all(part: Part, tensors: Any, tensor: str, destination: Any) -> torch.Tensor:
         whole = tensors.get_tensor(tensor).clone()
-        own = read(part, tensors, tensor, slot)
+        own = read(part, tensors, tensor, destination)
         del whole
         return own
 

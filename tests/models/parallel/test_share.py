@@ -95,7 +95,7 @@ def _linears(folder: Path, share: Share) -> dict[str, Linear]:
     network = load_part(folder, share)
     for module in network.modules():
         if isinstance(module, Linear) and module.packed is not None:
-            module.packed.bind()
+            module.packed.derive_from_weights()
     return {path: module for path, module in network.named_modules() if isinstance(module, Linear)}
 
 

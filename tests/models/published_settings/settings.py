@@ -267,6 +267,12 @@ _ROWS = {
         n_routed_experts=128 n_shared_experts=1 n_group=1 topk_group=1 top=8 norm_topk_prob=True mrope_glm eps=1e-5
         first_k_dense_replace=1 routed_scaling_factor=1.0 use_qk_norm=False partial_rotary_factor=0.5 theta=10000.0
         untied v=151552""",
+    "zai-org/GLM-5.3-Flash": """Glm5Next:glm5_next_text silu no_bias h=4096 i=12288 l=45 q=64 kv=64 max=1048576
+        hc_eps=1e-6 hc_mult=4 hc_sinkhorn_iters=20 index_head_dim=128 index_kpool=16 index_kpool_always_select_tail=True
+        index_n_heads=32 index_topk=2048 kv_lora_rank=512 linear_conv_kernel_dim=4 linear_head_dim=128
+        linear_lower_bound=-5.0 linear_num_heads=64 moe=2048 n_group=1 n_routed_experts=288 n_shared_experts=1
+        norm_topk_prob=True q_lora_rank=1536 qk_nope_head_dim=256 qk_rope_head_dim=0 eps=1e-5
+        routed_scaling_factor=2.5 swiglu_limit=10.0 top=8 topk_group=1 untied v_head_dim=256 v=154880""",
     # Llama 4
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": """Llama4:llama4_text llama4 experts=16 interleave_moe_layer_step=1
         max=10485760 no_rope_layers=[] use_qk_norm=True scout_rope cache_implementation='hybrid'""",
@@ -350,6 +356,23 @@ _ROWS = {
     "LiquidAI/LFM2-8B-A1B": """Lfm2Moe lfm2_8b_layers conv_L_cache=3 conv_bias=False h=2048 i=7168 l=24 q=32 kv=8
         max=128000 moe=1792 norm_eps=1e-5 norm_topk_prob=True num_dense_layers=2 num_experts=32 top=4 theta=1000000.0
         routed_scaling_factor=1.0 use_expert_bias=True v=65536""",
+    "LiquidAI/LFM3-1.7B": """Lfm3 no_bias lfm3_layers conv_L_cache=7 conv_bias=False h=2048 i=7680 l=24 q=16 kv=4 d=128
+        max=128000 norm_eps=1e-5 window=256 tied use_attention_gate=True use_sandwich_norm=True v=128000""",
+    "ibm-fms/Bamba-9B": """Bamba silu no_bias attn_layer_indices=[9,18,27] h=4096 i=14336 l=32 q=32 kv=8 max=262144
+        eps=1e-5 mamba_chunk_size=256 mamba_conv_bias=True mamba_d_conv=4 mamba_d_head=64 mamba_d_state=128
+        mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=False mlp_bias=False num_logits_to_keep=1
+        no_rope_scaling theta=10000.0 untied use_mamba_kernels=True v=128256""",
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": """KimiLinear silu kimi_linear_layers h=2304 i=9216 l=27 q=32 kv=32 d=72
+        first_k_dense_replace=1 kv_lora_rank=512 mla_use_nope=True model_max_length=1048576 moe=1024 moe_layer_freq=1
+        moe_renormalize=True moe_router_activation_func='sigmoid' num_expert_group=1 num_experts=256
+        num_experts_per_token=8 num_nextn_predict_layers=0 num_shared_experts=1 q_lora_rank=None qk_nope_head_dim=128
+        qk_rope_head_dim=64 eps=1e-5 no_rope_scaling theta=10000.0 routed_scaling_factor=2.446 topk_group=1 untied
+        use_grouped_topk=True v_head_dim=128 v=163840""",
+    "inclusionAI/Ling-3.0-Flash": """BailingHybrid silu no_bias h=2560 i=6144 l=42 q=32 kv=32 d=128 max=262144 moe=768
+        first_k_dense_replace=2 kda_lower_bound=-5.0 kda_safe_gate=True kv_lora_rank=512 layer_group_size=6 n_group=8
+        norm_topk_prob=True num_experts=512 num_nextn_predict_layers=1 num_shared_experts=1 qk_nope_head_dim=128
+        qk_rope_head_dim=64 eps=1e-6 no_rope_scaling theta=6000000.0 routed_scaling_factor=2.5 short_conv_kernel_size=4
+        top=8 topk_group=4 untied v_head_dim=128 v=157184""",
     "ibm-granite/granite-4.0-h-micro": """GraniteMoeHybrid granite4 attention_multiplier=0.015625 h=2048 i=8192 l=40
         q=32 kv=8 logits_scaling=8 mamba_n_heads=64 experts=0 top=0 shared_intermediate_size=8192""",
     "ibm-granite/granite-4.0-h-tiny": """GraniteMoeHybrid granite4 attention_multiplier=0.0078125 h=1536 i=512 l=40

@@ -197,6 +197,22 @@ WORDS: dict[str, dict[str, Any]] = {
     "lfm2_8b_layers": {
         "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)]
     },
+    "kimi_linear_layers": {
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+            "head_dim": 128,
+            "kda_layers": [layer for layer in range(1, 27) if layer % 4],
+            "num_heads": 32,
+            "short_conv_kernel_size": 4,
+        }
+    },
+    "lfm3_layers": {
+        "layer_types": ["conv", *("conv", _FULL, "conv", _SLIDING) * 5, "conv", _FULL, "conv"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+        },
+    },
     "nemotron_h": options(
         """attention_bias=False attention_dropout=0.0 chunk_size=128 conv_kernel=4 expand=2 hidden_dropout=0.0
         initializer_range=0.02 layer_norm_epsilon=1e-05 mamba_hidden_act='silu' mamba_num_heads=128

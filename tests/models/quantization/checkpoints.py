@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from paged.kernels.cpu.quantization.packed_product import CpuProduct
 from paged.kernels.lora.batch import LoraBatch
-from paged.kernels.quantization import reference
-from paged.kernels.quantization.cpu_product import CpuProduct
+from paged.kernels.quantization import definition
 from paged.models.layers.decoder import Linear
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import PackedWeights
@@ -108,7 +108,7 @@ def assert_as_unpacked(
     format has it.
 
     is_repacked: the weights are in the order of a CPU's products. That of int4 takes bfloat16, which random zero points
-        as these, of weights that are far from 0, magnify; `test_cpu_product` is stricter.
+        as these, of weights that are far from 0, magnify; `test_packed_product` is stricter.
     """
     has_int4 = False
     packed = load(folders.packed)
@@ -147,5 +147,5 @@ def _assert_same_weights(packed: PagedCausalLM, plain: PagedCausalLM) -> None:
                 expected = linear.weight[rows].double()
                 if weight.input_order is not None:
                     expected = expected[:, weight.input_order.long()]
-                numbers = reference.dequantize(weight)
+                numbers = definition.dequantize(weight)
                 assert_within(numbers, expected, 1e-6 * expected.abs().max())

@@ -98,7 +98,7 @@ def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("pack-quantized zeros, order", "supported are experts in their own order"),
         ("mxfp4-pack-quantized", "in other forms than MXFP4"),
-        ("mixed-precision", "e4m3 without input_activations"),
+        ("mixed-precision", "e4m3 weights without input_activations"),
     ],
     indirect=["folders"],
 )

@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from paged import LlmExecutor, QuantizedWeight
-from paged.batch import UnifiedBatchItem
 from paged.kernels.quantization.gemm import row_counts
 from paged.models.loading import weights as loading
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization import packed_weights as packing
 from paged.models.warmup import run_packed
 from paged.serving.command_line.checkpoint_summary import summarize
+from paged.step.batch import UnifiedBatchItem
 from tests.models.edits import assert_refused, edit_config
 from tests.models.families import assert_same_logits, forward, logits_of
 from tests.models.lora.folders import Adapter

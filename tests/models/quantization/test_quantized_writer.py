@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
-from paged.kernels.quantization import cpu_product
-from paged.kernels.quantization.cpu_product import CpuProduct
+from paged.kernels.cpu.products import this_cpu
+from paged.kernels.cpu.quantization.packed_product import CpuProduct
 from paged.models import quantized_writer
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
@@ -182,7 +182,7 @@ def test_rounding_while_loading(form: str, name: str, tmp_path: Path, monkeypatc
             assert torch.equal(mine(rows), theirs(rows)), path  # one product of the same codes
     assert_same_logits(written.prefill("written", PROMPT), model.prefill("written", PROMPT))
     head_bytes = 2 * plain.network.embed_tokens.nbytes
-    if cpu_product.this_cpu().multiplies_int8:
+    if this_cpu().multiplies_int8:
         assert model.parameter_bytes() - head_bytes < 0.4 * (plain.parameter_bytes() - head_bytes)
     monkeypatch.setenv("PAGED_BACKEND", "triton")
     with pytest.raises(UnsupportedError, match="expected plain weights on a CPU"):

@@ -10,11 +10,11 @@ import torch
 
 from paged.cache.tensors import StateTensors
 from paged.errors import UnsupportedError
-from paged.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from paged.models.cache_sizes import cache_config
 from paged.models.layers.recurrent import GatedDeltaNet
 from paged.models.parallel.share import Share, cut
 from paged.models.registry import load_model, read_model_config
+from paged.step.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from tests.models.families import FAMILIES, assert_same_logits, forward, save_checkpoint, tokens
 from tests.models.published_settings.settings import published
 
@@ -32,8 +32,9 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "every"),
     [
-        *(("falcon_h1", 13), ("granite_moe_hybrid", 13), ("lfm2", 13), ("nemotron_h", 7), ("olmo_hybrid", 13)),
-        *(("qwen3_5", 2), ("qwen3_next", 13)),
+        *(("falcon_h1", 13), ("granite_moe_hybrid", 13), ("lfm2", 13), ("lfm3", 13)),
+        *(("bailing_hybrid", 13), ("kimi_k3", 13), ("kimi_linear", 7)),
+        *(("nemotron_h", 7), ("olmo_hybrid", 13), ("qwen3_5", 2), ("qwen3_next", 13)),
     ],
 )
 def test_all_lengths_whole_and_in_random_cuts(name: str, every: int, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 import paged
 from paged.executors.cpu_threads import choose_threads
 from paged.executors.thread_waits import wait_text
-from paged.kernels.common.device import has_numba
-from paged.kernels.quantization.cpu_product import choose_product, this_cpu
+from paged.kernels.core.device import has_numba
+from paged.kernels.cpu.products import choose_product, this_cpu
 
 
 def test_backend_and_its_reason(run: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

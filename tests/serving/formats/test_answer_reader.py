@@ -16,7 +16,8 @@ from paged import ChatTokenizer
 from paged.executors.text.detokenizer import Detokenizer
 from paged.serving.formats import answer_reader
 from paged.serving.formats.answer_reader import AnswerReader, Delta
-from paged.serving.formats.tool_formats import REASONING_FORMATS, TOOL_FORMATS, MarkedTokenizer, Tongue
+from paged.serving.formats.reasoning_formats import REASONING_FORMATS
+from paged.serving.formats.tool_formats import TOOL_FORMATS, MarkedTokenizer, Tongue
 from paged.serving.grammar.structured import GrammarCompiler
 from paged.serving.text.chat_template import ChatTemplate
 from tests.serving.grammar.test_structured import END, VOCABULARY, allowed, byte_tokenizer, sample

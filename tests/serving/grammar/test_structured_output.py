@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paged.models.recall.task import sample_prompts
-from paged.serving.grammar.fair_slots import FairSlots, QueueFullError
+from paged.serving.grammar.fair_semaphore import FairSemaphore, QueueFullError
 from tests.serving.http.test_limits import ask
 from tests.serving.http.test_openai import PROMPT, check_idle
 from tests.serving.served import Served
@@ -75,13 +75,13 @@ def test_a_hundred_grammars_at_once_are_all_answered(served: Served) -> None:
 def test_the_queue_of_grammars_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     body = BODY | {"structured_outputs": {"choice": ["acorn"]}}
     with monkeypatch.context() as patch:
-        patch.setattr(FairSlots, "slot", full)
+        patch.setattr(FairSemaphore, "hold", full)
         status, headers, answer = ask(served, "/v1/completions", body)
         assert (status, headers["retry-after"], answer["error"]["param"]) == (429, "1", "structured_outputs")
     assert texts(served, structured_outputs={"choice": ["acorn"]}) == ["acorn"]
 
 
-def full(slots: FairSlots, client: object) -> Any:
+def full(semaphore: FairSemaphore, client: object) -> Any:
     raise QueueFullError
 
 

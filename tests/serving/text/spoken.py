@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from paged.serving.formats.answer_reader import AnswerReader, Delta
-from paged.serving.formats.tool_formats import GEMMA_QUOTE, REASONING_FORMATS, Reasoning, ToolFormat
+from paged.serving.formats.reasoning_formats import REASONING_FORMATS, Reasoning
+from paged.serving.formats.tool_formats import GEMMA_QUOTE, ToolFormat
 
 Part = tuple[str, ...] | tuple[str, str, dict[str, Any]]
 WORDS = [

@@ -1,0 +1,194 @@
+"""Cards of norms, rotation and gated activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from paged.bench.cards import bounds
+from paged.bench.cards.arguments import Arguments, Tensors
+from paged.bench.cards.card import Card, Edge, Row, defined, named, whole
+from paged.bench.cards.draw import Draw
+from paged.bench.compilation.cases.case import CompileCase
+from paged.bench.compilation.cases.launches import empty, single_case
+from paged.kernels.layers import definition
+from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
+from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.kernels.layers.silu_and_mul import silu_and_mul
+
+# Heads and widths of Qwen3-8B (Qwen, 2025).
+TOKENS = (4096, 256, 19)
+HEADS, HEAD_DIM = ((32, 8), (8, 2), (8, 2)), (128, 64, 128)
+_NORM = {"tokens": TOKENS, "hidden_size": (4096, 1024, 4096)}
+_ODD_TOKENS = (0, 1, 5)
+COMPILED_TOKENS = 64
+# head_dim, query heads and KV heads of Llama-3.2-1B, Phi-2, Qwen3-8B and Gemma-2B, then of the widest heads.
+COMPILED_HEADS = ((64, 32, 8), (80, 32, 32), (128, 32, 8), (256, 8, 1), (512, 16, 2))
+
+
+def _norm(draw: Draw, *, tokens: int, hidden_size: int) -> Arguments:
+    return {"x": draw.normal(tokens, hidden_size), "weight": draw.normal(hidden_size)}
+
+
+def _odd_norm(draw: Draw) -> Iterator[Arguments]:
+    x, weight = 30 * draw.normal(3, 1025), draw.normal(1025)
+    yield {"x": x, "weight": weight, "eps": 1e-5}
+
+
+def _added_norm(draw: Draw, *, tokens: int, hidden_size: int) -> Arguments:
+    x, residual = draw.normals(2, tokens, hidden_size)
+    return {"x": x, "residual": residual, "weight": draw.normal(hidden_size)}
+
+
+def _added_norm_expected(arguments: Arguments) -> Tensors:
+    """Round the sum to the dtype of the residual before it is normalised."""
+    residual = arguments["residual"]
+    total = (arguments["x"].double() + residual.double()).to(residual.dtype)
+    return {"x": definition.rms_norm(total, arguments["weight"], arguments.get("eps", 1e-6)), "residual": total}
+
+
+def _norm_cases() -> list[CompileCase]:
+    """Return hidden sizes 64 to 8,192. Gemma-3-1B's size has float32 weights."""
+    cases = []
+    for hidden_size, kind in ((64, "bf16"), (1152, "fp32"), (2048, "bf16"), (8192, "bf16")):
+        x, weight = empty("bf16", COMPILED_TOKENS, hidden_size), empty(kind, hidden_size)
+        name = f"hidden={hidden_size} {kind} weights"
+        cases.append(single_case(f"rms_norm {name}", rms_norm, x, weight))
+        cases.append(single_case(f"fused_add_rms_norm {name}", fused_add_rms_norm, x, x.clone(), weight))
+    return cases
+
+
+def _rotation(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int) -> Arguments:
+    query, key = draw.normal(tokens, heads[0], dim), draw.normal(tokens, heads[1], dim)
+    positions, cos_sin_cache = draw.rotary(tokens, dim)
+    return {"positions": positions, "query": query, "key": key, "cos_sin_cache": cos_sin_cache}
+
+
+def _rotate_quarter(draw: Draw, *, interleaved: bool) -> Iterator[Arguments]:
+    """Rotate a quarter of the head, with repeated positions."""
+    angles = torch.rand(64, 12, device=draw.device) * 6
+    yield {
+        "positions": torch.tensor([0, 40, 7, 7], device=draw.device),
+        "query": draw.normal(4, 5, 96),
+        "key": draw.normal(4, 1, 96),
+        "cos_sin_cache": torch.cat([angles.cos(), angles.sin()], -1),
+        "interleaved": interleaved,
+    }
+
+
+def _rotated(arguments: Arguments) -> Tensors:
+    options = {name: arguments[name] for name in ("positions", "cos_sin_cache")}
+    interleaved = bool(arguments.get("interleaved", False))
+    want = {}
+    for name in ("query", "key"):
+        if arguments[name] is not None:
+            want[name] = definition.rotate(arguments[name], **options, interleaved=interleaved)
+    return want
+
+
+def rotations() -> list[tuple[int, int, int, int, bool]]:
+    """Return head_dim, query heads, KV heads, rotary_dim and interleaved of compiled rotations."""
+    shapes = [(*heads, heads[0], False) for heads in COMPILED_HEADS]
+    return [*shapes, (80, 32, 32, 32, False), (128, 32, 8, 128, True)]
+
+
+def rotation_name(head_dim: int, rotary_dim: int, interleaved: bool) -> str:
+    name = f"head_dim={head_dim} rotary_dim={rotary_dim}"
+    if interleaved:
+        name += " interleaved"
+    return name
+
+
+def _rotation_cases() -> list[CompileCase]:
+    """Return partial and interleaved rotations.
+
+    Layers of Gemma 4 that read another layer's keys rotate queries alone.
+    """
+    cases = []
+    for head_dim, num_q_heads, num_kv_heads, rotary_dim, interleaved in rotations():
+        q = empty("bf16", COMPILED_TOKENS, num_q_heads, head_dim)
+        k = empty("bf16", COMPILED_TOKENS, num_kv_heads, head_dim)
+        positions, cos_sin = empty("i64", COMPILED_TOKENS), empty("fp32", COMPILED_TOKENS, rotary_dim)
+        name = f"rotary_embedding {rotation_name(head_dim, rotary_dim, interleaved)}"
+        rotate = partial(rotary_embedding, positions, q, interleaved=interleaved)
+        cases.append(single_case(name, rotate, k, cos_sin))
+        if head_dim >= 256:
+            cases.append(single_case(f"{name} queries alone", rotate, None, cos_sin))
+    return cases
+
+
+def _gates(draw: Draw, *, tokens: int, size: int, activation: str = "silu") -> Arguments:
+    return {"x": draw.normal(tokens, 2 * size), "activation": activation}
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+
+
+def _all_activations(draw: Draw) -> Iterator[Arguments]:
+    """Return a size that fills no tile, with every activation."""
+    x = 4 * draw.normal(3, 2 * 1025)
+    for activation in ACTIVATIONS:
+        yield {"x": x, "activation": activation}
+
+
+def _gate_cases() -> list[CompileCase]:
+    """Return narrow to wide MLPs. Gemma-3-1B has 6,912 units."""
+    sizes = [(32, "silu"), (768, "silu"), (14336, "silu"), (6912, "gelu"), (6912, "gelu_tanh"), (6912, "swiglu_oai")]
+    cases = []
+    for size, activation in sizes:
+        x = empty("bf16", COMPILED_TOKENS, 2 * size)
+        cases.append(single_case(f"silu_and_mul {activation} size={size}", silu_and_mul, x, activation=activation))
+    return cases
+
+
+CARDS = (
+    Card(
+        "rms_norm",
+        _norm,
+        defined(definition.rms_norm, "out"),
+        named("out"),
+        errors=bounds.rms_norm,
+        rows=(Row(_NORM),),
+        edges=(Edge("odd size", _odd_norm),),
+        odd={"tokens": _ODD_TOKENS, "hidden_size": (1, 130, 1025, 24)},
+        compiled=_norm_cases,
+    ),
+    Card(
+        "fused_add_rms_norm",
+        _added_norm,
+        _added_norm_expected,
+        named("x", "residual"),
+        errors=bounds.fused_add_norm,
+        writes=whole("x", "residual"),
+        rows=(Row(_NORM),),
+        odd={"tokens": _ODD_TOKENS, "hidden_size": (1, 130, 1025, 24)},
+    ),
+    Card(
+        "rotary_embedding",
+        _rotation,
+        _rotated,
+        named("query", "key"),
+        errors=bounds.rotary,
+        writes=whole("query", "key"),
+        rows=(Row({"tokens": TOKENS, "heads": HEADS, "dim": HEAD_DIM}),),
+        edges=(
+            Edge("a quarter of the head", partial(_rotate_quarter, interleaved=False)),
+            Edge("interleaved", partial(_rotate_quarter, interleaved=True)),
+        ),
+        odd={"tokens": _ODD_TOKENS, "heads": ((1, 1), (6, 3), (4, 2)), "dim": (80, 16)},
+        compiled=_rotation_cases,
+    ),
+    Card(
+        "silu_and_mul",
+        _gates,
+        defined(definition.silu_and_mul, "out"),
+        named("out"),
+        errors=bounds.silu_and_mul,
+        rows=(Row({"tokens": TOKENS, "size": (12288, 1024, 12288)}),),
+        edges=(Edge("odd size, activations", _all_activations),),
+        odd={"tokens": _ODD_TOKENS, "size": (1, 1025, 24), "activation": ACTIVATIONS[::-1]},
+        compiled=_gate_cases,
+    ),
+)

@@ -1,0 +1,229 @@
+"""Calls of both attention operations: their arguments, and the shapes that their schedules depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache.latent_cache import latent_kind
+from ..core.device import LARGE_SHARED_MEMORY, device_of
+from ..core.dtypes import KV_KINDS, kv_kind
+from . import tiles
+from .keys import NO_LIMIT
+from .plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape(PlanShape):
+    """Everything besides the lengths that a schedule of `paged_attention` depends on.
+
+    box, more_scores: as in `tiles.decode_tile`.
+    chosen: whether each token chooses its blocks, so that it is a sequence of its own.
+    """
+
+    box: int = 0
+    more_scores: bool = False
+    chosen: bool = False
+
+    def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
+        sizes = (self.head_dim, self.v_head_dim, self.element_size, arch, self.box)
+        options: dict[str, Any] = {"more_scores": self.more_scores, "kind": self.kind}
+        phases = {"decode": tiles.decode_tile(*sizes, rows=rows, **options)}
+        if rows > DECODE_MAX_ROWS and not self.chosen:
+            phases["prefill"] = tiles.prefill_tile(*sizes, **options)
+        return phases
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaShape(PlanShape):
+    """Everything besides the lengths that a schedule of `paged_mla_attention` depends on.
+
+    kind: see `latent_kind`. chosen: whether each query chooses its keys.
+    """
+
+    chosen: bool = False
+
+    def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
+        """Return the tiles by phase.
+
+        If one query fills more than DECODE_MAX_ROWS rows, all sequences take the tile and the splits of "decode".
+        Partial results are small then, compared with the latents that a split reads.
+        """
+
+        def tile(max_rows: int) -> AttentionTile:
+            return tiles.mla_tile(
+                self.v_head_dim, self.element_size, arch, rows=max_rows, kind=self.kind, chosen=self.chosen
+            )
+
+        if rows <= DECODE_MAX_ROWS or self.group > DECODE_MAX_ROWS:
+            return {"decode": tile(rows)}
+        return {"decode": tile(DECODE_MAX_ROWS), "prefill": tile(rows)}
+
+
+class AttentionCall(NamedTuple):
+    """Arguments of `kernels.attention.paged_attention.paged_attention`, checked, with defaults filled in.
+
+    Attributes:
+        window: positions that a query sees left and right of its own; NO_LIMIT for all. Causal is 0 on the right.
+        chunk_size: `attention_chunk_size`; 0 for no limit.
+        is_causal: bool [num_seqs]; True sets the right window of that sequence to 0.
+        out: None for a new output.
+    """
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    is_causal: torch.Tensor | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    mask: torch.Tensor | None
+    chosen_blocks: torch.Tensor | None
+    chosen_block_size: int
+    softmax_scale: float
+    window: tuple[int, int]
+    chunk_size: int
+    softcap: float
+    deterministic: bool
+    return_lse: bool
+    out: torch.Tensor | None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each row of the caches has a scale."""
+        kind = KV_KINDS.get(self.k_cache.dtype)
+        return kind is not None and kind.has_scales
+
+    @property
+    def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale for each head, [], [1] or [num_kv_heads]; None if each row has its own."""
+        if self.has_row_scales:
+            return None, None
+        return self.k_scale, self.v_scale
+
+    @property
+    def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """k_scale and v_scale for each row, [num_blocks, block_size, num_kv_heads]; None without `has_row_scales`."""
+        if self.has_row_scales:
+            return self.k_scale, self.v_scale
+        return None, None
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether v_cache is a view of k_cache from its first element on, so that a key begins with its value."""
+        k_cache, v_cache = self.k_cache, self.v_cache
+        is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
+        return is_view and v_cache.shape[3] <= k_cache.shape[3]
+
+    @property
+    def out_strides(self) -> tuple[int, int]:
+        """Distances between two tokens and two heads of the output."""
+        return _out_strides(self.out, self.q.shape[1], self.v_cache.shape[3])
+
+    @property
+    def shape(self) -> AttentionShape:
+        """The shape that schedules depend on."""
+        num_tokens, num_q_heads, head_dim = self.q.shape
+        num_kv_heads, arch = self.k_cache.shape[2], device_of(self.q.device).arch
+        is_chosen = self.chosen_blocks is not None
+        # The plan of chosen blocks counts entries, which window and chunk do not shorten.
+        window, chunk_size, box = (NO_LIMIT, NO_LIMIT), 0, 0
+        if not is_chosen:
+            window, chunk_size = self.window, self.chunk_size
+            box = min(_box_keys(self.k_cache, arch), _box_keys(self.v_cache, arch))
+        return AttentionShape(
+            num_tokens=num_tokens,
+            num_kv_heads=num_kv_heads,
+            group=num_q_heads // num_kv_heads,
+            head_dim=head_dim,
+            v_head_dim=self.v_cache.shape[3],
+            element_size=self.q.element_size(),
+            window=window,
+            chunk_size=chunk_size,
+            box=box,
+            chosen=is_chosen,
+            more_scores=self.softcap > 0 or self.alibi_slopes is not None or self.mask is not None,
+            kind=kv_kind(self.k_cache.dtype).name,
+            deterministic=self.deterministic,
+        )
+
+    @property
+    def num_products(self) -> Callable[[Mapping[str, Any]], int]:
+        """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
+        products_of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
+        return lambda tensors: int(tensors["seq_lens"].sum()) * products_of_a_key
+
+
+class MlaCall(NamedTuple):
+    """Arguments of `paged_mla_attention`, checked, with defaults filled in; out: None for a new output."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    sinks: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    indices: torch.Tensor | None
+    v_head_dim: int
+    softmax_scale: float
+    causal: bool
+    deterministic: bool
+    return_lse: bool
+    out: torch.Tensor | None
+
+    @property
+    def out_strides(self) -> tuple[int, int]:
+        """Distances between two tokens and two heads of the output."""
+        return _out_strides(self.out, self.q.shape[1], self.v_head_dim)
+
+    @property
+    def shape(self) -> MlaShape:
+        """The shape that schedules depend on."""
+        num_tokens, num_heads, head_dim = self.q.shape
+        window_right = NO_LIMIT
+        if self.causal and self.indices is None:
+            window_right = 0
+        return MlaShape(
+            num_tokens=num_tokens,
+            num_kv_heads=1,
+            group=num_heads,
+            head_dim=head_dim,
+            v_head_dim=self.v_head_dim,
+            element_size=self.q.element_size(),
+            window=(NO_LIMIT, window_right),
+            kind=latent_kind(self.kv_cache),
+            chosen=self.indices is not None,
+            deterministic=self.deterministic,
+        )
+
+
+def _box_keys(cache: torch.Tensor, arch: str) -> int:
+    """Return how many keys of a head the copy engine can fetch from one block of `cache`: a power of two, or 0.
+
+    It needs addresses and strides in multiples of 16 bytes (CUDA driver API, cuTensorMapEncodeTiled).
+    """
+    if arch not in LARGE_SHARED_MEMORY or cache.data_ptr() % 16:
+        return 0
+    size = cache.element_size()
+    for stride in cache.stride()[:3]:
+        if stride <= 0 or stride * size % 16:
+            return 0
+    block_size = cache.shape[1]
+    return block_size & -block_size  # the largest power of two that divides it
+
+
+def _out_strides(out: torch.Tensor | None, num_heads: int, size: int) -> tuple[int, int]:
+    if out is None:
+        return num_heads * size, size
+    token, head, _ = out.stride()
+    return token, head

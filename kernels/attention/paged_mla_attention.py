@@ -1,0 +1,174 @@
+"""Attention over a paged cache of latents (MLA): prompts, chunks, decode steps and verify rows in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..cache.latent_cache import check_latent_cache, check_latent_scale
+from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor, check_writable
+from ..core.device import use_triton
+from ..core.errors import InvalidInputError, as_bool, as_float, as_int
+from ..core.operation import Arguments, Run, operation
+from . import launches, without_triton
+from .call import MlaCall
+from .plan import AttentionPlan, check_plan
+
+
+def _new_output(q: torch.Tensor, v_head_dim: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty tensors for out and lse."""
+    out = torch.empty(*q.shape[:2], v_head_dim, dtype=q.dtype, device=q.device)
+    return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+
+
+def _finish(arguments: Arguments, results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    if arguments.get("return_lse"):
+        return results
+    return results[0]
+
+
+@operation(
+    _new_output,
+    results="Tensor out, Tensor lse",
+    arguments={"plan": "", "return_lse": ""},
+    decode=lambda arguments: arguments.update(return_lse=True),
+    finish=_finish,
+    step="plan",
+)
+def paged_mla_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    v_head_dim: int,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool = True,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    plan: AttentionPlan | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+) -> Run[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]:
+    """Compute multi-head latent attention (DeepSeek-AI, "DeepSeek-V2", 2024) over a paged cache of latents.
+
+    A cached row is one token's latent and its rotated dimensions, shared by all heads. It is the key, and its first
+    v_head_dim numbers are the value. Queries have the up-projection of keys absorbed; multiply the result by that of
+    values. The other rules are those of `paged_attention`: scores, softmax and sums are float32, query i of n has
+    position seq_len - n + i, and a row that sees no key gives 0 and a log-sum-exp of -inf, or with sinks that of the
+    sink.
+
+    Args:
+        q: [num_tokens, num_heads, latent + rope], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
+            cu_seqlens_q[-1] are padding and give 0 and -inf.
+        kv_cache: [num_blocks, block_size, latent + rope] of the dtype of q or float8_e4m3fn; or uint8 [num_blocks,
+            block_size, 656], the fp8 form of FlashMLA and vLLM: 512 e4m3 latents, 4 float32 scales of 128 latents each,
+            64 bfloat16 rotated dimensions. Last dimension contiguous.
+        v_head_dim: size of the latent, a multiple of 16 up to 512. So is the rest of a row, which may be 0.
+        block_table: int32 [num_seqs, max_blocks_per_seq]. Entries beyond a sequence's last block are never read.
+        cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
+        seq_lens: int32 [num_seqs], lengths in the cache, new tokens included.
+        max_seqlen_q: upper bound of the longest query. On a GPU lengths are not checked: without indices, a sequence
+            with more queries, and all after it, give 0 and -inf.
+        softmax_scale: 0 to 1e30; the head size before absorption decides it, so there is no default.
+        causal: whether position i sees only positions <= i.
+        sinks: [num_heads], any float dtype: the score of one more key with value 0, not scaled.
+        k_scale: float32, one value that a float8_e4m3fn cache is multiplied by.
+        indices: int32 [num_tokens, k], positions in the sequence; -1 for none. A query sees these positions alone
+            (DeepSeek-V3.2, 2025), and of them those that `causal` and the length allow. Each entry counts, so
+            positions should be distinct.
+        plan: the step's `AttentionPlan`, to share between layers; None makes one for this call.
+        out: [num_tokens, num_heads, v_head_dim], dtype of q, last dimension contiguous; None makes one.
+        return_lse: whether to also return the log-sum-exp.
+        deterministic: whether a sequence's results have the same bits in every batch.
+
+    Returns:
+        out; with return_lse (out, lse), lse float32 [num_heads, num_tokens], the natural log-sum-exp of the scores.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or value does not fit.
+        UnsupportedError: an argument requires a gradient.
+    """
+    v_head_dim = as_int("v_head_dim", v_head_dim, 1)
+    check_tensor("q", q, ("num_tokens", "num_heads", "latent + rope"))
+    if out is not None:
+        check_tensor("out", out, (*q.shape[:2], v_head_dim), (q.dtype,), q.device)
+        check_last_dim_contiguous("out", out)
+        check_writable("out", out)
+    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
+    softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
+    causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)
+    deterministic = as_bool("deterministic", deterministic)
+    _check_tensors(q, kv_cache, v_head_dim, block_table, cu_seqlens_q, seq_lens, sinks, k_scale, indices)
+    bind = launches.bind_latent if use_triton(q) else without_triton.bind_latent
+
+    def bind_step(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seqlen_q: int,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> Any:
+        check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
+        call = MlaCall(
+            q=q,
+            kv_cache=kv_cache,
+            block_table=block_table,
+            cu_seqlens_q=cu_seqlens_q,
+            seq_lens=seq_lens,
+            max_seqlen_q=min(int(max_seqlen_q), len(q)),
+            sinks=sinks,
+            k_scale=k_scale,
+            indices=indices,
+            v_head_dim=v_head_dim,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=deterministic,
+            return_lse=return_lse,
+            out=out,
+        )
+        return bind(call, plan)
+
+    return bind_step
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_head_dim: int,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    sinks: torch.Tensor | None,
+    k_scale: torch.Tensor | None,
+    indices: torch.Tensor | None,
+) -> None:
+    """Raise InvalidInputError unless the tensors fit together."""
+    check_tensor("q", q, ("num_tokens", "num_heads", "latent + rope"), FLOAT_DTYPES)
+    check_last_dim_contiguous("q", q)
+    size = check_latent_cache(kv_cache, v_head_dim, q.dtype)
+    check_tensor("q", q, ("num_tokens", "num_heads", size), (q.dtype,), kv_cache.device)
+    if q.shape[1] == 0:
+        raise InvalidInputError("q: 0 heads, expected at least 1")
+    check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (q.shape[1],), FLOAT_DTYPES, q.device)
+    check_latent_scale("k_scale", k_scale, kv_cache)
+    if indices is not None:
+        check_tensor("indices", indices, (len(q), "k"), (torch.int32,), q.device)
+        check_last_dim_contiguous("indices", indices)
+        if indices.shape[1] == 0:
+            raise InvalidInputError("indices: 0 columns, expected at least 1; -1 chooses no key")

@@ -1,0 +1,156 @@
+"""Layouts of latent caches (one row a token: latent and rotated dimensions) and of caches of indexer keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..core.checks import MAX_HEAD_DIM, check_is_tensor, check_last_dim_contiguous, check_tensor
+from ..core.dtypes import SMALLEST, kv_kind
+from ..core.errors import InvalidInputError
+
+# A row of the published fp8 form (FlashMLA, vLLM's "fp8_ds_mla"): 512 e4m3 latents, a float32 scale for each 128 of
+# them, 64 bfloat16 rotated dimensions.
+PACKED_BYTES, PACKED_LATENT, PACKED_ROPE, PACKED_GROUP = 656, 512, 64, 128
+
+
+def latent_kind(kv_cache: torch.Tensor) -> str:
+    """Return the kind of a latent cache: the name of a `KvKind`, or "packed" for the published fp8 form."""
+    return "packed" if kv_cache.dtype == torch.uint8 else kv_kind(kv_cache.dtype).name
+
+
+class LatentParts(NamedTuple):
+    """Views of a latent cache, [num_blocks, block_size, size] each.
+
+    rope: int16 bits of bfloat16 in the published fp8 form.
+    scales: float32, only in the published fp8 form.
+    """
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+    scales: torch.Tensor | None
+
+
+def latent_parts(kv_cache: torch.Tensor, v_head_dim: int) -> LatentParts:
+    """Return the parts of a cache that `check_latent_cache` accepts."""
+    if kv_cache.dtype != torch.uint8:
+        return LatentParts(kv_cache[..., :v_head_dim], kv_cache[..., v_head_dim:], None)
+    start = PACKED_BYTES - 2 * PACKED_ROPE
+    scales = kv_cache[..., PACKED_LATENT:start].view(torch.float32)
+    return LatentParts(kv_cache[..., :PACKED_LATENT], kv_cache[..., start:].view(torch.int16), scales)
+
+
+def typed_parts(kv_cache: torch.Tensor, v_head_dim: int) -> LatentParts:
+    """Return `latent_parts` in the dtypes of their numbers."""
+    latent, rope, scales = latent_parts(kv_cache, v_head_dim)
+    if scales is not None:
+        latent, rope = latent.view(torch.float8_e4m3fn), rope.view(torch.bfloat16)
+    return LatentParts(latent, rope, scales)
+
+
+def check_latent_cache(kv_cache: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -> int:
+    """Return the number of values in a row, latent and rotated dimensions together.
+
+    Raises:
+        InvalidInputError: the cache does not fit queries or latents of `dtype`.
+    """
+    allowed = (dtype, torch.float8_e4m3fn, torch.uint8)
+    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", "latent + rope"), allowed)
+    check_last_dim_contiguous("kv_cache", kv_cache)
+    if kv_cache.shape[1] == 0:
+        raise InvalidInputError("kv_cache: block_size 0, expected at least 1")
+    size = kv_cache.shape[2]
+    if kv_cache.dtype == torch.uint8:
+        if (size, v_head_dim) != (PACKED_BYTES, PACKED_LATENT):
+            raise InvalidInputError(
+                f"kv_cache: {size} bytes a token and v_head_dim {v_head_dim}, expected {PACKED_BYTES} and "
+                f"{PACKED_LATENT} of a uint8 cache"
+            )
+        if kv_cache.data_ptr() % 4 or any(stride % 4 for stride in kv_cache.stride()[:2]):
+            raise InvalidInputError(f"kv_cache: strides {kv_cache.stride()}, expected multiples of 4 bytes")
+        return PACKED_LATENT + PACKED_ROPE
+    rope = size - v_head_dim
+    if not 16 <= v_head_dim <= MAX_HEAD_DIM or v_head_dim % 16:
+        raise InvalidInputError(f"v_head_dim: {v_head_dim}, expected a multiple of 16 from 16 to {MAX_HEAD_DIM}")
+    if rope < 0 or rope % 16 or rope > MAX_HEAD_DIM:
+        raise InvalidInputError(
+            f"kv_cache: {size} numbers a token, expected v_head_dim {v_head_dim} and a multiple of 16 up to "
+            f"{MAX_HEAD_DIM}"
+        )
+    return size
+
+
+def check_latent_scale(name: str, scale: torch.Tensor | None, kv_cache: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `scale` is None, or one float32 number for an e4m3 cache."""
+    if scale is None:
+        return
+    if kv_cache.dtype != torch.float8_e4m3fn:
+        raise InvalidInputError(f"{name}: given, expected None for a cache of {kv_cache.dtype}")
+    check_tensor(name, scale, scale.shape, (torch.float32,), kv_cache.device)
+    if scale.numel() != 1:
+        raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [] or [1]")
+
+
+def dequantized(
+    rows: torch.Tensor, v_head_dim: int, k_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Return rows of a latent cache as numbers of a float dtype, [..., latent + rope]."""
+    if rows.dtype != torch.uint8:
+        if k_scale is None:
+            return rows.to(dtype)
+        return rows.to(dtype) * k_scale
+    latent, rope, scales = typed_parts(rows, v_head_dim)
+    assert scales is not None
+    numbers = latent.to(dtype).unflatten(-1, (-1, PACKED_GROUP)) * scales.unsqueeze(-1)
+    return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
+
+
+# Bytes of the float32 scale that follows the e4m3 values of an indexer key.
+INDEX_SCALE_BYTES = 4
+
+
+def index_parts(key_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the values [..., head_dim] of a cache of indexer keys, and the scales [..., 1] of an e4m3 cache."""
+    if key_cache.dtype != torch.uint8:
+        return key_cache, None
+    return key_cache[..., :head_dim], key_cache[..., head_dim:].view(torch.float32)
+
+
+def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InvalidInputError unless a cache holds indexer keys of `head_dim` for queries of `dtype`."""
+    size = head_dim
+    check_is_tensor("key_cache", key_cache)
+    if key_cache.dtype == torch.uint8:
+        size += INDEX_SCALE_BYTES
+    check_tensor("key_cache", key_cache, ("num_blocks", "block_size", size), (dtype, torch.uint8), device)
+    check_last_dim_contiguous("key_cache", key_cache)
+    if key_cache.shape[1] == 0:
+        raise InvalidInputError("key_cache: block_size 0, expected at least 1")
+    is_aligned = not any(number % 4 for number in (key_cache.data_ptr(), head_dim, *key_cache.stride()[:2]))
+    if key_cache.dtype == torch.uint8 and not is_aligned:
+        raise InvalidInputError(f"key_cache: strides {key_cache.stride()}, expected multiples of 4 bytes")
+
+
+def index_keys(rows: torch.Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return rows of a cache of indexer keys as numbers of a float dtype, [..., head_dim]."""
+    keys, scales = index_parts(rows, head_dim)
+    if scales is None:
+        return keys.to(dtype)
+    return keys.view(torch.float8_e4m3fn).to(dtype) * scales
+
+
+def write_index_keys(keys: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write indexer keys [num_tokens, head_dim] to their slots of a cache, as `choose_keys` describes it.
+
+    Negative slots are padding. Their keys go to block 0, which no sequence uses, so the host need not wait for the
+    device.
+    """
+    block_size = key_cache.shape[1]
+    if key_cache.dtype == torch.uint8:
+        wide = keys.float()
+        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST) / 448.0
+        codes = (wide / scales).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        keys = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+    slots = slot_mapping.clamp(min=0)
+    key_cache[slots // block_size, slots % block_size] = keys

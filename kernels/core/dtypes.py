@@ -1,0 +1,255 @@
+"""Number formats of a KV cache: one table of kinds, and their conversions in PyTorch and in Triton.
+
+A row is one head of one token. `KvKind.numbers`, `encode` and `decode` convert rows in PyTorch. Kernels take the name
+of a kind: they write through `cast_to_cache` below, and paged attention reads in `online_softmax.py`.
+
+8-bit floats follow Micikevicius et al., 2022. e4m3fn has 4 exponent bits, 3 mantissa bits and no infinity. e5m2 has 5
+exponent bits and 2 mantissa bits, and is the upper byte of a float16.
+
+Kernels take 8-bit floats as bytes. Chips from sm_89 on convert two values in one instruction. Everywhere else integer
+arithmetic gives the same bits, also in Triton's interpreter, whose own 8-bit types cannot be trusted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .compat import tl, triton
+from .device import device_of
+
+# Smallest magnitude that sets a row's scale: below it, 127 / magnitude could be infinite.
+SMALLEST = 2.0**-100
+
+
+@dataclass(frozen=True)
+class KvKind:
+    """A number format of a KV cache. This base class is the format of plain floating point numbers.
+
+    Attributes:
+        dtype: dtype of the cache's tensors.
+        name: KIND of the kernels; "" for plain numbers.
+        spellings: names in options, as in vLLM and in PyTorch.
+        is_bytes: whether kernels take the cache's tensors as uint8.
+        numbers_per_element: numbers of a row in an element of the tensor.
+        group_size: numbers of a row that share a scale in the cache, 0 for the whole row. None if the cache has no
+            scales; a call may then give one scale for all numbers or one for each head.
+        scale_dtype: dtype of the scales in the cache.
+    """
+
+    dtype: torch.dtype
+    name: str = ""
+    spellings: tuple[str, ...] = ()
+    is_bytes: bool = False
+    numbers_per_element: int = 1
+    group_size: int | None = None
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the cache holds scales, which `encode` chooses."""
+        return self.group_size is not None
+
+    def num_elements(self, width: int) -> int:
+        """Return the elements of a row of `width` numbers."""
+        return -(-width // self.numbers_per_element)
+
+    def num_scales(self, width: int) -> int:
+        """Return the scales in the cache of a row of `width` numbers."""
+        if self.group_size is None:
+            return 0
+        return -(-width // (self.group_size or width))
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of a row of `width` numbers with its scales in the cache."""
+        return self.num_elements(width) * self.dtype.itemsize + self.num_scales(width) * self.scale_dtype.itemsize
+
+    def numbers(self, rows: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype) -> torch.Tensor:
+        """Return what `encode` rounds, rows / scale, in the dtype `compute`.
+
+        rows: [..., num_kv_heads, width].
+        scale: divides the rows, one value or [num_kv_heads]; None for 1.
+        """
+        rows = rows.to(compute)
+        if scale is None:
+            return rows
+        return rows * scale.to(compute).reciprocal().unsqueeze(-1)
+
+    def encode(self, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return rows as the cache stores them, and the scales that the cache stores, or None. See `numbers`."""
+        compute = rows.dtype if scale is None else torch.float32
+        return self.numbers(rows, scale, compute).to(self.dtype), None
+
+    def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of the cache in a float dtype, multiplied by the scales in the cache."""
+        return rows.to(dtype)
+
+
+class _Float8(KvKind):
+    def numbers(self, rows: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype) -> torch.Tensor:
+        """Return rows / scale; numbers beyond the largest become the largest."""
+        largest = torch.finfo(self.dtype).max
+        return super().numbers(rows, scale, compute).clamp(-largest, largest)
+
+
+class _Int8(KvKind):
+    def numbers(self, rows: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype) -> torch.Tensor:
+        """Return the codes times the scales of `encode` without its rounding: rows, or NaN if a row is not finite."""
+        rows = rows.to(compute)
+        return rows + (rows * 0.0).sum(-1, keepdim=True)
+
+    def encode(self, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Divide each row by its scale, its largest magnitude / 127: float32 [..., num_kv_heads].
+
+        The scale is NaN if the row holds NaN or infinity, because int8 codes cannot express it.
+        """
+        wide = rows.float()
+        largest, not_finite = wide.abs().amax(-1), (wide * 0.0).sum(-1)
+        inverse = 127.0 / largest.clamp(min=SMALLEST)
+        codes = (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(self.dtype)
+        return codes, largest / 127.0 + not_finite
+
+    def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        assert scales is not None
+        return rows.to(dtype).mul_(scales.unsqueeze(-1))
+
+
+_ROWS = (
+    _Float8(torch.float8_e4m3fn, "e4m3", ("fp8", "fp8_e4m3", "float8_e4m3fn"), is_bytes=True),
+    _Float8(torch.float8_e5m2, "e5m2", ("fp8_e5m2", "float8_e5m2"), is_bytes=True),
+    _Int8(torch.int8, "int8", ("int8",), group_size=0),
+)
+# Kinds by dtype. Any other dtype holds plain numbers. To add a kind, see `docs/architecture.md`.
+KV_KINDS: dict[torch.dtype, KvKind] = {kind.dtype: kind for kind in _ROWS}
+_PLAIN_KINDS = {dtype: KvKind(dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+def kv_kind(dtype: torch.dtype) -> KvKind:
+    """Return the kind of a cache of this dtype."""
+    return KV_KINDS.get(dtype) or _PLAIN_KINDS.get(dtype) or KvKind(dtype)
+
+
+@triton.jit
+def decode_e4m3(bits, NATIVE: tl.constexpr = False):
+    """The float16 values of uint8 codes, exact. NATIVE: the chip converts, see `has_native_e4m3`.
+
+    Without NATIVE, sign, exponent and mantissa move to their places in a float16. Its exponent bias is larger, so the
+    result is 2^8 too small, also for subnormals. Adding 1 to the seven bits of a NaN carries into the highest exponent
+    bit; for no other code does it. This bit keeps a NaN a NaN. See limits.md for instruction counts.
+    """
+    if NATIVE:
+        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    # Clear the copy of the sign in the highest exponent bit.
+    half = (bits.to(tl.int8, bitcast=True).to(tl.int16) << 7) & -0x4001
+    half = half | ((half + 0x80) & 0x4000)
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def decode_e5m2(bits):
+    """The float16 values of uint8 codes, exact, infinities and NaN included."""
+    return (bits.to(tl.int16) << 8).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def encode_e4m3(x, NATIVE: tl.constexpr = False):
+    """The uint8 codes of float32 values, rounded to nearest, ties to even. Larger values become 448, NaN stays NaN.
+
+    See limits.md for instruction counts.
+    """
+    if NATIVE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return _encode(x, 3, 7, 0x7E)
+
+
+@triton.jit
+def encode_e5m2(x, NATIVE: tl.constexpr = False):
+    """The e5m2 codes, as `encode_e4m3`. Larger values and infinity become 57344, as in CUDA's saturating conversion."""
+    if NATIVE:
+        return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+    return _encode(x, 2, 15, 0x7B)
+
+
+@triton.jit
+def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Round to nearest, ties to even: add half a unit of the last kept bit, less one if this bit is even. Then replace
+    # float32's exponent bias, which is 127.
+    halfway: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    normal = ((magnitude + halfway + ((magnitude >> SHIFT) & 1)) >> SHIFT).to(tl.int32) - ((127 - BIAS) << MANTISSA)
+    # Below 2^(1 - BIAS) all codes have the same step. Add a power of two at which float32 has this step: the last bits
+    # of the sum are the code.
+    power: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    shifted = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (24 - BIAS - MANTISSA)
+    subnormal = shifted.to(tl.int32, bitcast=True) - power
+    code = tl.where(magnitude < (128 - BIAS) << 23, subnormal, tl.minimum(normal, LARGEST))
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80).to(tl.int32)).to(tl.uint8)
+
+
+def as_kernel_argument(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a cache or weights as kernels take them: 8-bit floats as bytes, with the same shape and strides."""
+    kind = KV_KINDS.get(tensor.dtype)
+    if kind is not None and kind.is_bytes:
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def has_native_e4m3(device: torch.device) -> bool:
+    """Return whether the chip converts 8-bit floats by itself: NVIDIA's from sm_89 on."""
+    arch = device_of(device).arch
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89
+
+
+_SMALLEST = tl.constexpr(SMALLEST)
+_ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: in a sum with it, float32 rounds to whole numbers, ties to even
+
+
+@triton.jit
+def round_to_int8(x):
+    """Round float32 to int8, to nearest, ties to even. Values outside of -128 to 127 become the nearer limit."""
+    x = tl.minimum(tl.maximum(x, -128.0), 127.0)
+    return ((x + _ROUNDER) - _ROUNDER).to(tl.int8)
+
+
+@triton.jit
+def load_inverse_scale(scale_ptrs, mask):
+    """1 / scale, or None if there is no scale. A correctly rounded division would spill registers on sm_100."""
+    inverse = None
+    if scale_ptrs is not None:
+        inverse = 1.0 / tl.load(scale_ptrs, mask=mask, other=1.0)
+    return inverse
+
+
+@triton.jit
+def store_row_scales(scale_ptrs, largest, not_finite, mask):
+    """Store the scales of int8 rows, largest / 127, and return the factor that rows are multiplied by.
+
+    largest: the largest magnitude of each row.
+    not_finite: the sum of a row's values times 0. It is NaN if a value is infinite or NaN, and then makes the scale
+    NaN, because int8 codes cannot express it.
+    """
+    tl.store(scale_ptrs, largest / 127.0 + not_finite, mask=mask)
+    return 127.0 / tl.maximum(largest, _SMALLEST)
+
+
+@triton.jit
+def cast_to_cache(x, inverse_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """x times inverse_scale, if there is one, in a cache's dtype and kind.
+
+    The reciprocal is computed once a head, so that an element costs only a product.
+    """
+    if inverse_scale is not None:
+        x = x.to(tl.float32) * inverse_scale
+    if KIND == "e4m3":
+        x = encode_e4m3(x.to(tl.float32), NATIVE_FP8)
+    elif KIND == "e5m2":
+        x = encode_e5m2(x.to(tl.float32), NATIVE_FP8)
+    elif KIND == "int8":
+        x = round_to_int8(x)
+    else:
+        x = x.to(DTYPE)
+    return x

@@ -1,0 +1,412 @@
+"""`@operation` turns a function that checks arguments into a public operation.
+
+The decorated function has the operation's signature. It checks the arguments, chooses an implementation, and returns
+`run`, a function with the same parameters that only computes:
+
+    x = operation(x, weight)                  # check and compute: operation.bind(x, weight)(x, weight)
+    run = operation.bind(x, weight)           # check once, for all tensors of these shapes, strides and dtypes
+    x = run(x, weight)                        # compute; `Bound` does this for the layers of a model
+    x = torch.ops.paged.operation(x, weight)  # the custom op, the one node that torch.compile sees
+
+The custom op has the operation's arguments with three differences. Arguments without a default come first. Tensors that
+the operation writes and returns are only written. An operation that may write to `out` has a second op,
+`<operation>_out`.
+
+The op of attention takes no plan and makes its own, which costs one more launch a layer. A plan holds the schedule of
+one step, so a graph that captured it would run later steps with the lengths of the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+
+from .checks import refuse_gradients
+from .device import backend, forward_backend
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+Arguments = dict[str, Any]
+"""All arguments of an operation, or of its custom op, by name."""
+Run = Callable[..., R]
+"""Computes an operation, for the arguments that it was bound for, or for others with the same layouts."""
+
+# Namespace of the custom ops in `torch.ops`. A copy of this folder beside this one needs another name.
+NAMESPACE = "paged"
+# Types of annotations in a schema. Numbers may be symbols, as in `torch.library.infer_schema`.
+_TYPES = {
+    "torch.Tensor": "Tensor",
+    "torch.Tensor | None": "Tensor?",
+    "Sequence[torch.Tensor]": "Tensor[]",
+    "bool": "bool",
+    "float": "float",
+    "float | None": "float?",
+    "int": "SymInt",
+    "int | None": "SymInt?",
+    "str": "str",
+    "str | None": "str?",
+    "tuple[float, float] | None": "float[]?",
+    "tuple[int, int]": "SymInt[]",
+    "tuple[int, ...]": "SymInt[]",
+}
+# Most layouts that a `Bound` keeps, more than the steps of a model have. At this limit it drops all of them.
+_MOST_LAYOUTS = 256
+
+
+class Call(NamedTuple):
+    """A call that a `Watch` sees. mutates: names of arguments, or of their fields, that the call writes."""
+
+    operation: str
+    signature: inspect.Signature
+    mutates: tuple[str, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Watch = Callable[[Call, Callable[[], Any]], Any]
+"""Takes a call and the function that makes it; returns the function's result."""
+_watch: Watch | None = None
+
+
+def watch_calls(watch: Watch | None) -> Watch | None:
+    """Let `watch` make all calls of operations in this process; None ends that. Return the previous watch.
+
+    Without a watch, calls of a `Bound` take no extra time.
+    """
+    global _watch
+    before, _watch = _watch, watch
+    Bound.__call__ = Bound.run if watch is None else Bound.run_watched  # type: ignore[method-assign]
+    return before
+
+
+def current_watch() -> Watch | None:
+    """Return the watch that makes the calls of this process, or None."""
+    return _watch
+
+
+def are_calls_watched() -> bool:
+    """Return whether calls are watched. Graphs and recordings of steps would hide calls from the watch."""
+    return _watch is not None
+
+
+class Operation(Protocol[P, R_co]):
+    """A public function with `bind`."""
+
+    __name__: str
+
+    def __hash__(self) -> int: ...
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    def bind(self, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R_co]:
+        """Check the arguments and return a function that computes without checks.
+
+        Call it with tensors of the same shapes, strides, dtypes and addresses modulo 16. The same arguments must be
+        None, and arguments that are not tensors must be equal.
+        """
+
+
+def operation(
+    new: Callable[..., Any] | None = None,
+    *,
+    results: str = "Tensor",
+    mutates: Sequence[str] = (),
+    arguments: Mapping[str, str] | None = None,
+    encode: Callable[[Arguments], None] | None = None,
+    decode: Callable[[Arguments], None] | None = None,
+    finish: Callable[[Arguments, Any], Any] | None = None,
+    step: str | None = None,
+) -> Callable[[Callable[P, Run[R]]], Operation[P, R]]:
+    """Declare an operation; see the module.
+
+    Args:
+        new: makes empty tensors like the results from the op's arguments by name; None if the op only writes.
+        results: the results in the op's schema.
+        mutates: the op's arguments that it writes.
+        arguments: replacements of arguments in the op's schema; "" removes one.
+        encode, decode: convert the arguments by name to the op's, and back.
+        finish: makes the return value from the arguments by name and the op's results; None returns the results.
+        step: keyword of the step's plan, which `run` depends on. The decorated function then returns `bind_step`, a
+            function with the same parameters that takes checked arguments and returns `run` for their step.
+    """
+    replaced = dict(arguments or {})
+
+    def declare(bind: Callable[P, Run[R]]) -> Operation[P, R]:
+        name = bind.__name__
+        signature = inspect.signature(bind)
+        parameters = signature.parameters
+        parameter_names = tuple(parameters)
+        has_out = "out" in parameter_names and new is not None
+
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            """Call the custom op."""
+            named = dict(zip(parameter_names, args, strict=False)) | kwargs
+            op_arguments = {key: value for key, value in named.items() if replaced.get(key) != ""}
+            if encode is not None:
+                encode(op_arguments)
+            out = None
+            if has_out:
+                out = op_arguments.pop("out", None)
+            if out is None:
+                op_results = getattr(getattr(torch.ops, NAMESPACE), name)(**op_arguments)
+            else:
+                # Pass by position: Dynamo refuses a strided tensor whose keyword is `out`.
+                required = [op_arguments.pop(key) for key in required_names]
+                returned = getattr(getattr(torch.ops, NAMESPACE), f"{name}_out")(*required, out, **op_arguments)
+                op_results = out
+                if returned is not None:
+                    op_results = out, returned
+            if finish is None:
+                return op_results
+            return finish(named, op_results)
+
+        def check(*args: Any, **kwargs: Any) -> Any:
+            """Return `bind_step`, or `run` of an operation without a step."""
+            refuse_gradients(name, *args, *kwargs.values())
+            return bind(*args, **kwargs)
+
+        def bind_one_call(*args: Any, **kwargs: Any) -> Any:
+            """Return `run` for one call, which no step keeps."""
+            checked = check(*args, **kwargs)
+            if step is None:
+                return checked
+            return checked(*args, **kwargs)
+
+        @functools.wraps(bind)
+        def check_and_bind(*args: Any, **kwargs: Any) -> Any:
+            checked = check(*args, **kwargs)
+            if step is None:
+                return checked
+
+            def run_step(*args: Any, **kwargs: Any) -> Any:
+                """Compute in the step of the call's plan, which keeps `run`; a call without a plan keeps nothing."""
+                plan = kwargs.get(step)
+                if plan is None:
+                    return checked(*args, **kwargs)(*args, **kwargs)
+                runs = plan.runs.setdefault(run_step, {})
+                if name not in runs:
+                    runs[name] = checked(*args, **kwargs)
+                return runs[name](*args, **kwargs)
+
+            return run_step
+
+        @functools.wraps(bind)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Do not use `is_compiling`, which is true in all threads while one thread compiles. An op that runs in
+            # another thread would then call itself.
+            if torch.compiler.is_dynamo_compiling():
+                return trace(*args, **kwargs)
+            if _watch is not None:
+                watched = Call(name, signature, tuple(mutates), args, kwargs)
+                return _watch(watched, lambda: bind_one_call(*args, **kwargs)(*args, **kwargs))
+            return bind_one_call(*args, **kwargs)(*args, **kwargs)
+
+        def run_op(*args: Any, op_names: Sequence[str], **kwargs: Any) -> Any:
+            """Compute the custom op."""
+            named = dict(zip(op_names, args, strict=False)) | kwargs
+            if decode is not None:
+                decode(named)
+            return call(**named)
+
+        _register(name, run_op, _schema(parameters.values(), replaced, mutates), new, results, mutates)
+        if has_out:
+            schema = _schema(parameters.values(), replaced, (*mutates, "out"))
+            required_names = [_name(argument) for argument in schema if "=" not in argument][:-1]
+            _register(f"{name}_out", run_op, schema, new, results.partition(", ")[2], (*mutates, "out"))
+        public: Any = call
+        public.bind = check_and_bind
+        public.check = None if step is None else check
+        return_type = signature.return_annotation.removeprefix("Run[").removesuffix("]")
+        public.__signature__ = signature.replace(return_annotation=return_type)
+        return public  # type: ignore[no-any-return]
+
+    return declare
+
+
+def _register(
+    op: str, run_op: Callable[..., Any], schema: list[str], new: Any, results: str, mutates: Sequence[str]
+) -> None:
+    op_names = tuple(_name(argument) for argument in schema)
+    first_result = 1 if "out" in mutates else 0  # the op writes `out` and does not return it
+    num_results = 0 if new is None else results.count("Tensor")
+
+    def returned(value: Any) -> Any:
+        tensors = _flat(value)[first_result : first_result + num_results]
+        if num_results == 1:
+            return tensors[0]
+        return tensors
+
+    def implementation(*args: Any, **kwargs: Any) -> Any:
+        value = run_op(*args, op_names=op_names, **kwargs)
+        if num_results == 0:
+            return None
+        return returned(value)
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        if num_results == 0:
+            return None
+        return returned(new(**dict(zip(op_names, args, strict=False)) | kwargs))
+
+    return_schema = f"({results})" if num_results else "()"
+    text = f"({', '.join(schema)}) -> {return_schema}"
+    custom_op = torch.library.custom_op(f"{NAMESPACE}::{op}", implementation, mutates_args=tuple(mutates), schema=text)
+    custom_op.register_fake(fake)
+    if mutates and not hasattr(custom_op, "_register_mutation_version_bump"):
+        _count_writes(custom_op, op, op_names, mutates)
+
+
+def _count_writes(custom_op: Any, op: str, op_names: Sequence[str], mutates: Sequence[str]) -> None:
+    """Let an op count writes to its arguments as later PyTorch does.
+
+    PyTorch 2.11 looks up written arguments by index, and raises IndexError if a scale is left out.
+    """
+
+    def count_and_run(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(op_names, args, strict=False)) | kwargs
+        for name in mutates:
+            if named.get(name) is not None:
+                increment_version(named[name])
+        return custom_op._opoverload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns that this kernel replaces its own
+        custom_op._lib.impl(op, count_and_run, "ADInplaceOrView", with_keyset=True, allow_override=True)
+
+
+def _flat(results: Any) -> tuple[Any, ...]:
+    if not isinstance(results, tuple):
+        return (results,)
+    return tuple(leaf for result in results for leaf in _flat(result))
+
+
+def _schema(parameters: Iterable[Any], replaced: Mapping[str, str], mutates: Sequence[str]) -> list[str]:
+    """Return the arguments of an op, those without a default first, then `out` if the op writes it."""
+    arguments = []
+    for parameter in parameters:
+        if parameter.name == "out" and parameter.default is None:
+            if "out" in mutates:
+                arguments.append("Tensor out")
+        elif parameter.name in replaced:
+            if replaced[parameter.name]:
+                arguments += replaced[parameter.name].split(", ")
+        else:
+            arguments.append(_argument(parameter.name, parameter.annotation, parameter.default))
+    for mark, name in zip("abcdefgh", mutates, strict=False):
+        index = [_name(argument) for argument in arguments].index(name)
+        arguments[index] = arguments[index].replace("Tensor", f"Tensor({mark}!)", 1)
+    return sorted(arguments, key=lambda argument: "=" in argument)
+
+
+def _name(argument: str) -> str:
+    return argument.partition("=")[0].split()[-1]
+
+
+def _argument(name: str, annotation: str, default: object) -> str:
+    text = f"{_TYPES[annotation]} {name}"
+    if default is inspect.Parameter.empty:
+        return text
+    if isinstance(default, tuple):
+        default = list(default)
+    return f"{text}={default!r}"
+
+
+def in_fields(*optional: str, **groups: Any) -> dict[str, Any]:
+    """Return conversions of dataclass arguments to the op's arguments: the op takes their fields.
+
+    If an optional dataclass is None, all its fields are None.
+    """
+    field_names = {name: [field.name for field in fields(kind) if field.init] for name, kind in groups.items()}
+
+    def encode(arguments: Arguments) -> None:
+        for name in groups:
+            group = arguments.pop(name, None)
+            for field_name in field_names[name]:
+                arguments[field_name] = None if group is None else getattr(group, field_name)
+
+    def decode(arguments: Arguments) -> None:
+        for name, kind in groups.items():
+            values = {key: arguments.pop(key) for key in field_names[name] if key in arguments}
+            is_none = all(value is None for value in values.values())
+            arguments[name] = None if is_none else kind(**values)
+
+    def schema(name: str, kind: Any) -> str:
+        types = [_TYPES[str(field.type)] for field in fields(kind) if field.init]
+        ending = "? {}=None" if name in optional else " {}"
+        typed = zip(types, field_names[name], strict=True)
+        return ", ".join(type_name + ending.format(field_name) for type_name, field_name in typed)
+
+    schemas = {name: schema(name, kind) for name, kind in groups.items()}
+    return {"arguments": schemas, "encode": encode, "decode": decode}
+
+
+def like_the_first(x: torch.Tensor, **_: object) -> torch.Tensor:
+    """Return a new contiguous tensor of the shape, dtype and device of x."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+class Bound(Generic[P, R]):
+    """An operation bound once for many calls, such as the same call in all layers of a model.
+
+    Calls may differ in the number of tokens. The operation is bound once for each layout of the argument `by`; all
+    other arguments must follow its layout, see `Operation.bind`. No tensor of a call is kept.
+
+    step: keyword of the step's `AttentionPlan` or batch. The operation is then bound once a step, and the step keeps
+    the bound calls. An operation that was declared with a step is still checked once for each layout.
+    """
+
+    def __init__(self, operation: Operation[P, R], by: int = 0, step: str | None = None) -> None:
+        self.operation, self.by, self.step = operation, by, step
+        self._runs: dict[object, Callable[P, R]] = {}
+
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute. This is `__call__` unless calls are watched."""
+        if torch.compiler.is_dynamo_compiling():
+            return self.operation(*args, **kwargs)
+        x: Any = args[self.by]
+        runs = self._runs
+        if self.step is not None:
+            step: Any = kwargs[self.step]
+            runs = step.runs.setdefault(self, {})
+        key = x.shape, x.stride(), x.dtype, x.data_ptr() % 16, forward_backend() or backend()
+        run = runs.get(key)
+        if run is None:
+            if len(runs) >= _MOST_LAYOUTS:
+                runs.clear()
+            run = runs[key] = self._bind(key, *args, **kwargs)
+        return run(*args, **kwargs)
+
+    def _bind(self, key: object, *args: P.args, **kwargs: P.kwargs) -> Callable[P, R]:
+        operation: Any = self.operation
+        if self.step is None or operation.check is None:
+            return operation.bind(*args, **kwargs)  # type: ignore[no-any-return]
+        bind_step: Any = self._runs.get(key)
+        if bind_step is None:
+            if len(self._runs) >= _MOST_LAYOUTS:
+                self._runs.clear()
+            bind_step = self._runs[key] = operation.check(*args, **kwargs)
+        return bind_step(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def run_watched(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute as a plain call, so that a `Watch` sees it."""
+        return self.operation(*args, **kwargs)
+
+    __call__ = run
+
+
+@functools.lru_cache(256)
+def bound_for(operation: Any, step: str, *_kind: Hashable) -> Bound[..., Any]:
+    """Return a shared `Bound` for layers of other libraries, which cannot hold one themselves; step: as in `Bound`."""
+    return Bound(operation, step=step)
+
+
+def layout(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
+    """Return the properties of each tensor that `Operation.bind` requires to stay the same."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)

@@ -1,0 +1,395 @@
+"""Numba kernel of paged attention for sequences with few queries, which reads keys in place."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...attention.call import AttentionCall
+from .. import kernel as nb
+from ..launch import SCRATCH, NumbaLaunch
+from ..vectors import (
+    HAS_WIDE_VECTORS,
+    LANES,
+    LOG2_E,
+    count_from,
+    distances,
+    exp2_of,
+    fill,
+    larger,
+    largest_of,
+    load_part,
+    load_vector,
+    multiply_add,
+    prefetch_row,
+    store_part,
+    store_products,
+    store_vector,
+    sum_of,
+    weighted_sums,
+)
+from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
+
+# Keys whose scores a thread holds at once. With 16 rows of head_dim 128, scores and accumulators take 12 KB.
+_KEYS = 64
+# Scratch memory of the rows that a thread takes at once. Adjacent heads are read together while this fits the L1 cache.
+_SCRATCH_BYTES = 24 << 10
+# Smallest softmax scale. It is not 0, because 0 * -inf is NaN.
+LEAST_SCALE = 2.0**-126
+# Pointer to a thread's copy of bfloat16 queries. With wide vectors the copy is bfloat16, because sums of pairs fit into
+# registers; else it is float32.
+_copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
+_add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
+
+
+@nb.device_function
+def _attend(q, k_cache, v_cache, out, ids, memory, options, sizes, strides, scale, at):
+    """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order.
+
+    The first thread sets the rows of empty sequences and of no sequence to 0.
+    """
+    block_table, cu_seqlens_q, seq_lens = ids
+    (
+        num_seqs,
+        max_queries,
+        num_kv_heads,
+        max_rows,
+        group,
+        num_tokens,
+        size,
+        v_size,
+        block_size,
+        window_left,
+        window_right,
+        chunk_size,
+    ) = sizes
+    sinks, _, _, lse = options
+    no_sinks, num_heads = (np.int64(0), np.int64(0)), num_kv_heads * group
+    total = 0
+    for seq in range(num_seqs):
+        if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
+            total += seq_lens[seq] * num_kv_heads
+    first, end = nb.share(total)
+    is_first = nb.thread_index() == 0
+    if is_first:
+        last = np.int64(cu_seqlens_q[num_seqs])
+        clear_rows(out, lse, no_sinks, last, num_tokens, num_tokens, num_heads, v_size, strides[8], strides[9])
+    first_of_seq = np.int64(0)
+    for seq in range(num_seqs):
+        row = np.int64(cu_seqlens_q[seq])
+        num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
+        if num_queries > max_queries:
+            continue
+        if length == 0 and is_first:
+            end_row = row + num_queries
+            clear_rows(out, lse, sinks, row, end_row, num_tokens, num_heads, v_size, strides[8], strides[9])
+        if num_queries > 0 and length > 0:
+            head = min(max(first - first_of_seq + length - 1, 0) // length, num_kv_heads)
+            end_head = min(max(end - first_of_seq + length - 1, 0) // length, num_kv_heads)
+            at_once = max(1, max_rows // (num_queries * group))
+            while head < end_head:
+                stop = min(head + at_once, end_head)
+                next_seq, next_head = seq, stop
+                if stop == end_head:
+                    next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
+                next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
+                _attend_heads(
+                    q, k_cache, v_cache, out, block_table, memory, options, strides, scale, at, seq, row, num_queries,
+                    length, head, stop, group, num_tokens, size, v_size, block_size, window_left, window_right,
+                    chunk_size, next_keys,
+                )  # fmt: skip
+                head = stop
+        first_of_seq += length * num_kv_heads
+
+
+@nb.device_function
+def _place_of_key(block_table, table, key, block_size, stride_block, stride_slot):
+    """Return the place of a key, and the number of keys from it to the end of its block."""
+    index = key // block_size
+    offset = key - index * block_size
+    return np.int64(block_table[table + index]) * stride_block + offset * stride_slot, block_size - offset
+
+
+@nb.device_function
+def _fetch_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
+    """Prefetch a range of keys or values that are `stride` apart."""
+    for key in range(begin, end):
+        for head in range(num_heads):
+            prefetch_row(cache, start + key * stride + head * head_stride, size)
+
+
+@nb.inlined
+def _score(queries, query, cache, key, stride, num_keys, size, scratch, to):
+    """Compute the products of a query with keys that are `stride` apart."""
+    end_of_vectors, end_of_tiles = size // LANES * LANES, num_keys // LANES * LANES
+    for index in range(0, end_of_tiles, LANES):
+        store_products(queries, query, cache, key + index * stride, stride, end_of_vectors, scratch, to + index)
+    for index in range(end_of_tiles, num_keys):
+        products = fill(np.float32(0))
+        for i in range(0, end_of_vectors, LANES):
+            products = multiply_add(
+                load_vector(queries, query + i), load_vector(cache, key + index * stride + i), products
+            )
+        scratch[to + index] = sum_of(products)
+    if end_of_vectors < size:
+        for index in range(num_keys):
+            for i in range(end_of_vectors, size):
+                scratch[to + index] += nb.load(queries, query + i) * nb.load(cache, key + index * stride + i)
+
+
+@nb.device_function
+def _rows_together(num_rows):
+    """Return how many of a head's last `num_rows` rows share the next reads of values.
+
+    More sums than 16 vectors of 512 bits do not fit into registers.
+    """
+    if HAS_WIDE_VECTORS and num_rows >= 4:
+        return 4
+    if HAS_WIDE_VECTORS and num_rows >= 2:
+        return 2
+    return 1
+
+
+@nb.inlined
+def _weigh(scratch, sums, step, cache, value, stride, num_keys, size, weights, num_rows):
+    """Add the weighted values of keys, `stride` apart, to the sums of 1, 2 or 4 rows.
+
+    It adds the first 32 elements of `size`, or all if there are fewer.
+    """
+    if size >= 2 * LANES and num_rows == 4:
+        _add_to_four(scratch, sums, step, weights, _KEYS, cache, value, stride, num_keys)
+    elif size >= 2 * LANES and num_rows == 2:
+        _add_to_two(scratch, sums, step, weights, _KEYS, cache, value, stride, num_keys)
+    elif size >= 2 * LANES:
+        _add_to_one(scratch, sums, step, weights, _KEYS, cache, value, stride, num_keys)
+    else:
+        for row in range(num_rows):
+            for i in range(0, size, LANES):
+                total = load_part(scratch, sums + row * step + i, size - i)
+                for key in range(num_keys):
+                    values = load_part(cache, value + key * stride + i, size - i)
+                    total = multiply_add(fill(scratch[weights + row * _KEYS + key]), values, total)
+                store_part(scratch, sums + row * step + i, total, size - i)
+
+
+@nb.inlined
+def _weights(scratch, scores, num_keys, scale, largest):
+    """Replace a row's scores by 2^(score * scale - largest so far); return the largest scaled score and the sum.
+
+    Scores are padded with 0 to a multiple of `LANES`.
+    """
+    maxima = fill(np.float32(-np.inf))
+    for j in range(0, num_keys, LANES):
+        maxima = larger(maxima, load_vector(scratch, scores + j))
+    new_largest = max(largest, largest_of(maxima) * scale)
+    ones, factor, below = fill(np.float32(1)), fill(scale), fill(-new_largest)
+    total = fill(np.float32(0))
+    for j in range(0, num_keys, LANES):
+        weights = exp2_of(multiply_add(factor, load_vector(scratch, scores + j), below))
+        store_vector(scratch, scores + j, weights)
+        total = multiply_add(ones, weights, total)
+    return new_largest, nb.exp2(largest - new_largest), sum_of(total)
+
+
+@nb.device_function
+def _change(scratch, scores, num_keys, scale, cap, slope, distance):
+    """Scale a row's scores, then apply softcap and ALiBi. distance: from the first key to the row's position."""
+    zeros, factor = fill(np.float32(0)), fill(scale)
+    for j in range(0, num_keys, LANES):
+        away = distances(fill(distance), count_from(np.float32(j)))
+        score = multiply_add(load_vector(scratch, scores + j), factor, zeros)
+        score = changed_score(score, cap, fill(slope), away)
+        store_vector(scratch, scores + j, score)
+
+
+@nb.inlined
+def _copy_scaled(source, start, factor, target, to, size):
+    for i in range(0, size, LANES):
+        scaled = multiply_add(load_part(source, start + i, size - i), fill(factor), fill(np.float32(0)))
+        store_part(target, to + i, scaled, size - i)
+
+
+@nb.device_function
+def _attend_heads(
+    q, k_cache, v_cache, out, block_table, memory, options, strides, scale, at, seq, row, num_queries, length, head,
+    end_head, group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
+):  # fmt: skip
+    """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
+
+    next_keys: place of the keys that are read next, for prefetching.
+    """
+    scratch, queries = memory
+    sinks, slopes, cap, lse = options
+    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
+    context, table, num_heads, of_head = length - num_queries, seq * table_stride, end_head - head, num_queries * group
+    rows = num_heads * of_head
+    scores = at + rows * size  # scores begin after the queries
+    sums = scores + rows * _KEYS
+    largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
+    for r in range(rows):
+        member = (head + r // of_head) * group + r % group
+        start = (row + r % of_head // group) * q_token + member * q_head
+        for i in range(0, size, LANES):
+            store_part(queries, r * size + i, load_part(q, start + i, size - i), size - i)
+        for i in range(v_size):
+            scratch[sums + r * v_size + i] = np.float32(0)
+        scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
+    first_key = max(0, context - window_left)
+    if chunk_size > 0:
+        first_key = max(first_key, context // chunk_size * chunk_size)
+    end_key = min(length, length + window_right)
+    for tile in range(first_key, end_key, _KEYS):
+        num_keys = min(_KEYS, end_key - tile)
+        j = 0
+        while j < num_keys:
+            start, room = _place_of_key(block_table, table, tile + j, block_size, k_block, k_slot)
+            run = min(num_keys - j, room)
+            if j + run == num_keys:
+                following, _ = _place_of_key(block_table, table, tile, block_size, v_block, v_slot)
+            else:
+                following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
+            # Mask invisible keys: a full vector of keys is faster than single keys.
+            num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
+            share = (run + rows - 1) // rows  # keys to prefetch with each row
+            for h in range(num_heads):
+                key = start + (head + h) * k_head
+                for r in range(h * of_head, (h + 1) * of_head):
+                    begin, end = r * share, min(r * share + share, run)
+                    if j + run == num_keys:
+                        _fetch_keys(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end)
+                    else:
+                        _fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
+                    to = scores + r * _KEYS + j
+                    _score(queries, r * size, k_cache, key, k_slot, num_scores, size, scratch, to)
+            j += run
+        padded = nb.rounded_up(num_keys, LANES)
+        for query in range(num_queries):
+            position = context + query
+            first, end = visible(position, length, window_left, window_right, chunk_size)
+            for h in range(num_heads):
+                for i in range(group):
+                    r, member, factor = h * of_head + query * group + i, (head + h) * group + i, scale
+                    at_scores = scores + r * _KEYS
+                    if cap > np.float32(0) or slopes[0] != 0:
+                        slope = -number_of_head(slopes, member)
+                        _change(scratch, at_scores, padded, scale, cap, slope, np.float32(position - tile))
+                        factor = np.float32(1)
+                    if first > tile or end < tile + padded:
+                        for j in range(padded):
+                            if tile + j < first or tile + j >= end:
+                                scratch[at_scores + j] = np.float32(-np.inf)
+                    new_largest, rescale, total = _weights(scratch, at_scores, padded, factor, scratch[largest + r])
+                    scratch[largest + r] = new_largest
+                    scratch[totals + r] = scratch[totals + r] * rescale + total
+                    if rescale != np.float32(1):
+                        _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
+        j = 0
+        while j < num_keys:
+            start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
+            run = min(num_keys - j, room)
+            cache, following, next_slot, next_head, next_size = k_cache, next_keys, k_slot, k_head, size
+            if j + run < num_keys:
+                following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
+                following += head * v_head
+                cache, next_slot, next_head, next_size = v_cache, v_slot, v_head, v_size
+            elif tile + _KEYS < end_key:
+                following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
+                following += head * k_head
+            share = (run + rows - 1) // rows
+            for h in range(num_heads):
+                value, r, end_row = start + (head + h) * v_head, h * of_head, (h + 1) * of_head
+                while r < end_row:
+                    num_rows = _rows_together(end_row - r)
+                    begin, end, weights = r * share, min((r + num_rows) * share, run), scores + r * _KEYS + j
+                    # Spread prefetches between the sums, because many at once delay the loads of values.
+                    step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
+                    for column in range(0, v_size, 2 * LANES):
+                        _fetch_keys(
+                            cache, following, next_slot, next_head, num_heads, next_size, begin, min(begin + step, end)
+                        )
+                        begin += step
+                        to, width = sums + r * v_size + column, v_size - column
+                        _weigh(scratch, to, v_size, v_cache, value + column, v_slot, run, width, weights, num_rows)
+                    r += num_rows
+            j += run
+    for r in range(rows):
+        token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
+        start, total = token * out_token + member * out_head, scratch[totals + r]
+        if lse != 0:
+            nb.store(nb.floats(lse), member * num_tokens + token, log_sum_exp(scratch[largest + r], total))
+        inverse = np.float32(0)
+        if total != 0:
+            inverse = np.float32(1) / total
+        _copy_scaled(scratch, sums + r * v_size, inverse, out, start, v_size)
+
+
+@nb.Kernel
+def _paged_attention(arguments):
+    values = nb.unpack(arguments, 41)
+    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
+    ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
+    options, scratch, scratch_size = options_of(values[9:12], values[38:]), values[12], values[13]
+    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
+    floats, queries = nb.floats(scratch), scratch + at * 4  # in bytes
+    sizes, strides = values[15:27], values[27:38]
+    if is_bf16:
+        tensors = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
+        _attend(*tensors, ids, (floats, _copied_bfloats(queries)), options, sizes, strides, scale, at)
+    else:
+        wide = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
+        _attend(*wide, ids, (floats, nb.floats(queries)), options, sizes, strides, scale, at)
+
+
+# First arguments of both attention kernels.
+TENSORS = (
+    *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens"),
+    *("sinks", "alibi_slopes", "lse", SCRATCH),
+)
+
+
+def sizes_of(call: AttentionCall) -> tuple[int, ...]:
+    """Return the last arguments of both kernels: sizes, visibility, strides and options."""
+    are_bf16 = [number is not None and number.dtype == torch.bfloat16 for number in (call.sinks, call.alibi_slopes)]
+    return (
+        call.q.shape[0],
+        call.q.shape[2],
+        call.v_cache.shape[3],
+        call.k_cache.shape[1],
+        *call.window,
+        call.chunk_size,
+        *call.q.stride()[:2],
+        *call.k_cache.stride()[:3],
+        *call.v_cache.stride()[:3],
+        *call.out_strides,
+        call.block_table.stride(0),
+        *are_bf16,
+        nb.bits(call.softcap * LOG2_E),
+    )
+
+
+def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
+    """Return a launch that fills the rows of sequences with up to `max_queries` queries.
+
+    The launch is for calls like this one, with the same lengths and checked ids. cu_seqlens_q and seq_lens must be
+    contiguous.
+    """
+    (_, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
+    group = num_q_heads // num_kv_heads
+    # Float32 numbers of a row: its query, scores, sums, and two numbers of the softmax. The scratch memory of a thread
+    # is rounded up to cache lines of 64 bytes, so that threads share none.
+    row_size = size + _KEYS + v_size + 2
+    max_rows = max(max_queries * group, min(num_kv_heads * group, _SCRATCH_BYTES // (4 * row_size)))
+    scratch_size = -(-max_rows * row_size // 16) * 16
+    arguments: tuple[int | str, ...] = (
+        call.q.dtype == torch.bfloat16,
+        *TENSORS,
+        scratch_size,
+        nb.bits(max(call.softmax_scale * LOG2_E, LEAST_SCALE)),
+        len(call.seq_lens),
+        max_queries,
+        num_kv_heads,
+        max_rows,
+        group,
+        *sizes_of(call),
+    )
+    return NumbaLaunch(_paged_attention.address, call.num_products, arguments, scratch_size=scratch_size)

@@ -1,0 +1,107 @@
+"""Launches of paged attention's numba kernels, which read the caches in place."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from ...attention.call import AttentionCall
+from .. import kernel as nb
+from ..launch import NumbaLaunch
+from ..tiles import TILE_COLUMNS, configure, has_tiles, release
+from ..vectors import LANES, LOG2_E
+from . import few_queries, tile_products, vector_products
+from .many_queries import KEYS, ROWS
+
+# Most rows of a KV head (queries times heads of a group) for the kernel for few queries, which is slower from 20 rows
+# on. See ../limits.md.
+_FEW_ROWS = 16
+# Most rows for which keys are packed once. A long prompt is split into this many shares per thread, or into more if a
+# share would have more rows.
+_ROWS_AT_ONCE, _SHARES = 512, 4
+_attend_by_tiles, _attend_by_vectors = tile_products.attend, vector_products.attend
+
+
+@nb.device_function
+def _bfloat16_tensors(values):
+    return nb.bfloats(values[1]), nb.bfloats(values[2]), nb.bfloats(values[3]), nb.bfloats(values[4])
+
+
+@nb.Kernel
+def _tiles(arguments):
+    values = nb.unpack(arguments, 51)
+    configure()
+    _attend_by_tiles(_bfloat16_tensors(values), values)
+    release()
+
+
+@nb.Kernel
+def _bfloat16(arguments):
+    values = nb.unpack(arguments, 51)
+    _attend_by_vectors(_bfloat16_tensors(values), values)
+
+
+@nb.Kernel
+def _float32(arguments):
+    values = nb.unpack(arguments, 51)
+    _attend_by_vectors((nb.floats(values[1]), nb.floats(values[2]), nb.floats(values[3]), nb.floats(values[4])), values)
+
+
+def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
+    """Return the kernel for many queries, for keys and values of these sizes."""
+    if dtype == torch.float32:
+        return _float32
+    if has_tiles() and all(size % TILE_COLUMNS == 0 for size in sizes):
+        return _tiles
+    return _bfloat16
+
+
+def launch_for(call: AttentionCall) -> NumbaLaunch:
+    """Return a launch that fills the rows of calls like this one, with the same lengths and checked ids.
+
+    cu_seqlens_q and seq_lens must be contiguous.
+    """
+    max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
+    if max_few == 0:
+        return _launch_for_many(call, 1, None)
+    few = few_queries.launch_for(call, max_few)
+    if call.max_seqlen_q <= max_few:
+        return few
+    return _launch_for_many(call, max_few + 1, few)
+
+
+def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | None) -> NumbaLaunch:
+    (num_tokens, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
+    q_size, sums_size = (-(-width // LANES) * LANES for width in (size, v_size))
+    num_rows = num_tokens * num_q_heads // (_SHARES * torch.get_num_threads())
+    num_rows = min(max(num_rows // ROWS * ROWS, ROWS), _ROWS_AT_ONCE)
+    areas = (
+        num_rows * q_size,
+        num_rows * sums_size,
+        num_rows * 2,
+        num_rows * 2,
+        num_rows * 2,
+        KEYS * q_size,
+        KEYS * sums_size,
+        KEYS * ROWS,
+        KEYS * ROWS // 2,
+        num_rows * 4,
+        KEYS * 4,
+    )
+    *offsets, scratch_size = accumulate(areas, initial=0)
+    offsets[-2:] = (offset // 2 for offset in offsets[-2:])
+    arguments: tuple[int | str, ...] = (
+        *few_queries.TENSORS,
+        scratch_size,
+        nb.bits(max(call.softmax_scale * LOG2_E, few_queries.LEAST_SCALE)),
+        *offsets,
+        len(call.seq_lens),
+        min_queries,
+        num_kv_heads,
+        num_q_heads // num_kv_heads,
+        num_rows,
+        *few_queries.sizes_of(call),
+    )
+    kernel = kernel_of_many(call.q.dtype, size, v_size)
+    return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size, before=few)

@@ -1,0 +1,44 @@
+"""The gated activation between the two products of an MLP or an expert: activation(gate) * up."""
+
+from __future__ import annotations
+
+from ..core.compat import tl, triton
+from ..core.errors import InvalidInputError, UnsupportedError, shown
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
+# Activations that Triton's kernels lack.
+DEFINED_ACTIVATIONS = ("situ", "silu_10")
+# For experts without a gate: max(up, 0)^2 (So et al., 2021).
+PLAIN_ACTIVATIONS = ("relu2",)
+
+
+@triton.jit
+def gated_activation(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up in float32. A NaN in either half stays NaN."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    if ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    if ACTIVATION == "gelu_tanh":
+        # 0.5 (1 + tanh(z)) = 1 / (1 + exp(-2 z)) with z = sqrt(2 / pi) (gate + 0.044715 gate^3).
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
+    # "swiglu_oai" of gpt-oss (OpenAI, 2025): clamp both halves at 7, and add 1 to `up`. Use comparisons, because
+    # minimum and maximum would drop a NaN.
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+def known_activations(*, by_triton: bool) -> tuple[str, ...]:
+    """Return the names of gated activations that Triton's kernels, or definitions, compute."""
+    if by_triton:
+        return ACTIVATIONS
+    return ACTIVATIONS + DEFINED_ACTIVATIONS
+
+
+def check_activation(activation: str, known: tuple[str, ...]) -> None:
+    """Raise UnsupportedError unless the activation is known."""
+    if not isinstance(activation, str):
+        raise InvalidInputError(f"activation: {shown(activation)}, expected a name")
+    if activation not in known:
+        raise UnsupportedError(f"activation: {activation!r}, known are {', '.join(map(repr, known))}")

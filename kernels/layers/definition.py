@@ -1,0 +1,88 @@
+"""Norms, rotation and gated activations as formulas, each written once, in a dtype that the caller chooses.
+
+A definition takes an operation's arguments and returns new tensors in `compute`, unrounded. In float64, the default,
+tests and `paged verify` compare kernels with it. In float32 it runs on a CPU without numba, and with
+PAGED_BACKEND=torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from ..core.ids import check_ids_on_host
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, *, compute: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Return weight * x / sqrt(mean(x^2) + eps) over the last axis (Zhang and Sennrich, 2019)."""
+    x, weight = x.to(compute), weight.to(compute)
+    # vector_norm needs no temporary as large as x, whose page faults take longer than the sums.
+    mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]  # [..., 1]
+    return (x * (mean_square + eps).rsqrt()).mul_(weight)
+
+
+def rotate(
+    x: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    compute: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return x [num_tokens, num_heads, head_dim] with the first rotary_dim elements rotated (Su et al., 2021).
+
+    A pair (a, b) becomes (a cos - b sin, b cos + a sin). Pair i has elements i and i + rotary_dim / 2, or 2i and 2i + 1
+    if interleaved. Raises InvalidInputError naming the first position out of range.
+    """
+    try:
+        angles = cos_sin_cache.index_select(0, positions)  # [num_tokens, rotary_dim]
+    except (IndexError, RuntimeError):
+        # PyTorch has checked every position, so none is read before: a recorded step could not repeat that.
+        check_ids_on_host("positions", positions, 0, len(cos_sin_cache) - 1)
+        raise
+    cos, sin = angles.to(compute).unsqueeze(1).chunk(2, -1)  # [num_tokens, 1, rotary_dim / 2]
+    rotary_dim = cos_sin_cache.shape[1]
+    rotated = x.to(compute, copy=True)
+    pairs = rotated[..., :rotary_dim]
+    if interleaved:
+        a, b = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        a, b = pairs.chunk(2, -1)
+    new_a = a * cos - b * sin
+    b.mul_(cos).addcmul_(a, sin)
+    a.copy_(new_a)
+    return rotated
+
+
+def gated_activation(
+    gate: torch.Tensor, up: torch.Tensor, activation: str, *, compute: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Return activation(gate) * up for "silu", "gelu", "gelu_tanh" (Shazeer, 2020) and the names below.
+
+    "swiglu_oai" is min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up), with up clamped to [-7, 7] (OpenAI, 2025). "situ"
+    is 4 tanh(gate / 4) sigmoid(gate) 25 tanh(up / 25) (Moonshot AI, "Kimi K3", 2026). "silu_10" is silu(min(gate, 10))
+    up, with up clamped to [-10, 10] (Z.ai, "GLM-5.3", 2026).
+    """
+    gate, up = gate.to(compute), up.to(compute)
+    if activation == "silu":
+        return functional.silu(gate).mul_(up)  # silu(z) = z / (1 + exp(-z))
+    if activation == "gelu":
+        return functional.gelu(gate).mul_(up)  # gelu(z) = z (1 + erf(z / sqrt(2))) / 2
+    if activation == "gelu_tanh":
+        # z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2
+        return functional.gelu(gate, approximate="tanh").mul_(up)
+    if activation == "situ":
+        return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * (25 * torch.tanh(up / 25))
+    if activation == "silu_10":
+        return functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
+    assert activation == "swiglu_oai", activation
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (1 + up)
+
+
+def silu_and_mul(x: torch.Tensor, activation: str = "silu", *, compute: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return activation(gate) * up, [..., size]; the first half of the last axis of x is the gate."""
+    gate, up = x.chunk(2, -1)
+    return gated_activation(gate, up, activation, compute=compute)

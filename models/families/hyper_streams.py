@@ -1,0 +1,72 @@
+"""Layers over several residual streams, which are one tensor [T, N, hidden_size]; see `HyperConnection`."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.models.families.network import DecoderLayer
+from paged.models.layers.config import DecoderConfig
+from paged.models.layers.decoder import RmsNorm
+from paged.models.layers.hyper_connection import HyperConnection
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
+
+
+class StreamsLayer(DecoderLayer):
+    """A layer whose attention and MLP each read a mix of the streams, and add to each of them."""
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__(config, index)
+        assert config.streams is not None
+        self.num_streams = config.streams.count
+        self.attention_streams = HyperConnection(config, config.streams, "hc_attn")
+        self.mlp_streams = HyperConnection(config, config.streams, "hc_ffn")
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layer as `DecoderLayer.forward`; residual: the streams, or None in the first layer.
+
+        The returned hidden states are part of the streams already.
+        """
+        assert self.before_attention is not None
+        assert self.before_mlp is not None
+        streams = residual
+        if streams is None:
+            streams = hidden[:, None].expand(-1, self.num_streams, -1)
+
+        # Attention, or the recurrent part.
+        mixed = self.attention_streams(streams)
+        attended = self.attend(self.before_attention(mixed.x)[0], positions, metadata, outputs)
+        if self.ranks.size > 1:
+            attended = self.ranks.sum(attended)
+        lora = metadata.lora
+        if outputs is not None:
+            streams, mixed, lora = streams[outputs.rows], mixed.rows(outputs.rows), outputs.lora
+        streams = mixed.join(attended, streams)
+
+        # The MLP, or experts.
+        mixed = self.mlp_streams(streams)
+        hidden = getattr(self, self.mlp_name)(self.before_mlp(mixed.x)[0], lora)
+        if self.ranks.size > 1:
+            hidden = self.ranks.sum(hidden)
+        return hidden, mixed.join(hidden, streams)
+
+    def destinations(self, prefix: str) -> Destinations:
+        streams = self.attention_streams.destinations(prefix) | self.mlp_streams.destinations(prefix)
+        return super().destinations(prefix) | streams
+
+
+class StreamsNorm(RmsNorm):
+    """The final norm, of the mean of all streams."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normed, residual). residual: [T, N, hidden_size], which contains x already."""
+        assert residual is not None
+        normed, _ = super().forward(residual.mean(1))
+        return normed, residual

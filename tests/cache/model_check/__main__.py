@@ -1,0 +1,5 @@
+"""Prints the table of `explore`."""
+
+from tests.cache.model_check.explore import main
+
+main()

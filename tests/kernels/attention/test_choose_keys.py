@@ -1,0 +1,129 @@
+"""An indexer's choice of keys: both implementations against scores in float64, and what the cache of its keys holds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paged.kernels.attention.choose_keys
+from paged.bench.attention.problem import Problem
+from paged.bench.mla.problem import index_problem
+from paged.errors import InvalidInputError
+from paged.kernels.cache.latent_cache import index_keys, write_index_keys
+from tests.kernels.attention import loops
+from tests.kernels.faulty import planted, turns_red
+from tests.tolerance import assert_within
+
+LENGTHS = ((1, 17), (0, 3), (5, 40), (9, 9), (1, 130))
+module = paged.kernels.attention.choose_keys
+
+
+def problem(device: torch.device, **options: Any) -> dict[str, Any]:
+    heads, dim, packed = options.pop("heads", 5), options.pop("dim", 32), options.pop("packed", False)
+    given = Problem("", LENGTHS, (heads, 1), dim, **{"block_size": 16, "padding_rows": 1, **options})
+    return index_problem(given, device, is_packed=packed)
+
+
+def check(given: dict[str, Any], top_k: int) -> None:
+    """The chosen keys are as many as a token sees, distinct, and no other has a higher score, but for rounding."""
+    found = module.choose_keys(**given, top_k=top_k).cpu()
+    assert found.dtype == torch.int32
+    eps = torch.finfo(given["q"].dtype).eps
+    for row, scores in enumerate(loops.index_scores(**given)):
+        chosen = found[row][found[row] >= 0].tolist()
+        assert found[row].tolist() == [-1] * (found.shape[1] - len(chosen)) + sorted(chosen)
+        count = min(len(scores), found.shape[1])
+        assert len(chosen) == len({*chosen}) == count
+        if count:
+            assert chosen[-1] < len(scores)
+            error = 64 * max(eps, 2.0**-22) * float(scores.abs().max())
+            best = scores.sort(descending=True).values[:count]
+            assert_within(scores[chosen].sort(descending=True).values, best, error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"packed": True, "heads": 16},
+        pytest.param({"heads": 64, "dim": 128, "packed": True, "block_size": 24}, marks=pytest.mark.thorough),
+        pytest.param({"heads": 2, "dim": 40, "block_size": 1}, marks=pytest.mark.thorough),
+        pytest.param({"heads": 32, "dtype": torch.float16, "packed": True}, marks=pytest.mark.thorough),
+    ],
+)
+@pytest.mark.parametrize("top_k", [1, 12, 2048])
+def test_the_best_keys(options: dict[str, Any], top_k: int, backend: str, device: torch.device) -> None:
+    check(problem(device, **options), top_k)
+
+
+def test_pieces_of_a_step(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(device)
+    monkeypatch.setattr(module, "_MAX_SCORES", 3 * given["block_table"].shape[1] * 16)
+    check(given, 12)
+
+
+def test_no_sequences_and_no_tokens(backend: str, device: torch.device) -> None:
+    given = problem(device)
+    empty = given | {name: given[name][:0] for name in ("block_table", "seq_lens")}
+    empty["cu_seqlens_q"] = given["cu_seqlens_q"][:1]
+    assert (module.choose_keys(**empty, top_k=3) == -1).all()
+    none = empty | {name: given[name][:0] for name in ("q", "weights")}
+    assert module.choose_keys(**none, top_k=3).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"top_k": 0}, "top_k: 0"),
+        ({"q": torch.zeros(17, 129, 32)}, "q: 129 heads of 32"),
+        ({"weights": torch.zeros(17, 5, dtype=torch.float16)}, "weights"),
+        ({"key_cache": torch.zeros(3, 16, 35, dtype=torch.uint8)}, "key_cache"),
+        ({"key_cache": torch.zeros(3, 16, 40, dtype=torch.uint8)[..., 1:37]}, "multiples of 4 bytes"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str, device: torch.device) -> None:
+    moved = {name: one.to(device) if isinstance(one, torch.Tensor) else one for name, one in change.items()}
+    with pytest.raises(InvalidInputError, match=message):
+        module.choose_keys(**{**problem(device), "top_k": 3, **moved})
+
+
+@pytest.mark.parametrize("form", [torch.float32, torch.uint8])
+def test_a_cached_key_is_the_written_one(form: torch.dtype, device: torch.device) -> None:
+    """Within half a unit of e4m3's last place, 2^-4 of a number; other rows stay as they are."""
+    keys = torch.randn(3, 32, device=device) * torch.tensor([1e-3, 1.0, 300.0], device=device)[:, None]
+    cache = torch.zeros(4, 8, 32 if form == torch.float32 else 36, dtype=form, device=device)
+    write_index_keys(keys, cache, torch.tensor([9, -1, 31], device=device))
+    got = index_keys(cache, 32).flatten(0, 1)
+    largest = keys.abs().amax(-1, keepdim=True)
+    for slot, row in ((9, 0), (31, 2)):
+        error = (got[slot] - keys[row]).abs()
+        assert (error <= (0 if form == torch.float32 else 2**-4 * keys[row].abs() + 2e-5 * largest[row])).all()
+    kept = [slot for slot in range(1, 32) if slot not in (9, 31)]
+    assert not cache.flatten(0, 1)[kept].any()
+
+
+# fault -> (text of the kernel, what the faulty copy has instead)
+MUTATIONS = {
+    "no fault": ("", ""),
+    "negative products count": ("tl.where(products < 0, 0.0, products)", "products"),
+    "no weights": ("products * weights[:, None]", "products"),
+    "one key too many": ("+ token + 1).to", "+ token + 2).to"),
+    "blocks in order": (
+        "tl.load(block_table_ptr + seq * stride_table_seq + keys // KV_BLOCK_SIZE, mask=mask, other=0)",
+        "keys // KV_BLOCK_SIZE",
+    ),
+    "the next sequence": ("tl.minimum(low, num_seqs - 1)", "tl.minimum(low + 1, num_seqs - 1)"),
+    "no scales": ("if scales_ptr is not None:\n            scores *=", "if False:\n            scores *="),
+    "the last block of keys is dropped": ("(end_key + BLOCK_N - 1) // BLOCK_N", "end_key // BLOCK_N"),
+    "padding sees keys": ("tl.where(low < num_seqs, end_key, 0)", "end_key"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    with planted([module], [module], tmp_path, *MUTATIONS[fault]):
+        problems = [problem(device, packed=packed, heads=16) for packed in (False, True)]
+        is_found = any(turns_red(check, each, 12) for each in problems)
+    assert is_found == (fault != "no fault")
