@@ -14,8 +14,7 @@ from paged.bench.attention import problem as attention_problem
 from paged.bench.attention.cases import AttentionCase, attention_cost
 from paged.bench.attention.problem import Problem
 from paged.bench.attention.problems import PROBLEMS
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, num_bytes
+from paged.bench.bounds import attention as bounds
 from paged.bench.cards.card import Card, Edge, Row, defined, named, same
 from paged.bench.cards.draw import BLOCK_SIZE, Draw
 from paged.bench.cards.layers import COMPILED_HEADS, COMPILED_TOKENS, HEAD_DIM, HEADS, TOKENS
@@ -25,6 +24,7 @@ from paged.bench.compilation.cases.case import CompileCase
 from paged.bench.compilation.cases.launches import empty, single_case
 from paged.bench.limits import Cost
 from paged.bench.mla import problem as mla_problem
+from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.attention import definition, latent_definition
 from paged.kernels.attention.cascade_attention import cascade_plans
 from paged.kernels.attention.merge_attn_states import merge_attn_states

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, Tensors, marked, num_bytes
+from paged.bench.bounds import cache as bounds
+from paged.bench.bounds import first_order
 from paged.bench.cards.card import Card, Edge, Masks, Row, defined, same
 from paged.bench.cards.draw import BLOCK_SIZE, Draw
 from paged.bench.cards.layers import COMPILED_HEADS, COMPILED_TOKENS, HEAD_DIM, HEADS, TOKENS, rotation_name, rotations
@@ -17,6 +17,7 @@ from paged.bench.compilation.cases import mla as compiled_latents
 from paged.bench.compilation.cases.case import EVERY_CASE, NATIVE_FP8, CompileCase
 from paged.bench.compilation.cases.launches import empty, single_case
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, Tensors, marked, num_bytes
 from paged.kernels.cache import definition
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.latent_cache import LatentParts, typed_parts
@@ -336,7 +337,7 @@ CARDS = (
         _blocks,
         _copied,
         lambda arguments, _: _named_caches(arguments["caches"]),
-        errors=bounds.equal,
+        errors=first_order.equal,
         writes=_destinations,
         cost=_copy_cost,
         # The call sends the addresses of all layers' caches to the device, which a graph cannot capture.

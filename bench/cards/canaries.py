@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import torch
 
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, Tensors, marked, num_bytes
+from paged.bench.bounds import first_order
 from paged.bench.cards.card import Card, Edge, Masks, Row, defined, named
 from paged.bench.cards.draw import BLOCK_SIZE, Draw
 from paged.bench.compilation.cases.case import CompileCase
 from paged.bench.compilation.cases.launches import empty, single_case
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, Tensors, marked, num_bytes
 from paged.kernels.cache import definition
 from paged.kernels.cache.canaries import check_canaries, write_canaries
 
@@ -128,7 +128,7 @@ CARDS = (
         _writes,
         _written,
         lambda arguments, ends: {"ends": ends, "canaries": arguments["canaries"]},
-        errors=bounds.equal,
+        errors=first_order.equal,
         writes=_written_slots,
         cost=_write_cost,
         rows=(Row(_STEP),),
@@ -140,7 +140,7 @@ CARDS = (
         _checks,
         defined(definition.check_canaries, "wrong"),
         named("wrong"),
-        errors=bounds.equal,
+        errors=first_order.equal,
         cost=_check_cost,
         rows=(Row(_STEP),),
         edges=(Edge("hostile tables", _hostile_tables),),

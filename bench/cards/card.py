@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import paged
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, Tensors, map_tensors, num_bytes, on_cpu, without_how
+from paged.bench.bounds import first_order
 from paged.bench.cards.draw import Draw
 from paged.bench.check import Result, WrongResultError
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, Tensors, map_tensors, num_bytes, on_cpu, without_how
 
 if TYPE_CHECKING:
     from paged.bench.compilation.cases.case import CompileCase
@@ -89,7 +89,7 @@ class Card:
     draw: Callable[..., Arguments]
     expected: Callable[[Arguments], Tensors]
     results: Callable[[Arguments, Any], Tensors]
-    errors: Callable[[Card, Arguments, Tensors], Tensors] = bounds.rounded_once
+    errors: Callable[[Card, Arguments, Tensors], Tensors] = first_order.rounded_once
     writes: Callable[[Arguments], Masks] = lambda _: {}
     cost: Callable[[Card, Arguments], Cost] = moved
     rows: tuple[Row, ...] = ()

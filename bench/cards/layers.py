@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, Tensors
+from paged.bench.bounds import layers as bounds
 from paged.bench.cards.card import Card, Edge, Row, defined, named, whole
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases.case import CompileCase
 from paged.bench.compilation.cases.launches import empty, single_case
+from paged.bench.problems.arguments import Arguments, Tensors
 from paged.kernels.layers import definition
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding

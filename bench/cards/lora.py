@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import torch
 
 import paged
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, num_bytes
+from paged.bench.bounds import products as bounds
 from paged.bench.cards.card import Card, Edge, Row, named, same, whole
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases.case import EVERY_CASE, NUM_SMS, CompileCase
 from paged.bench.compilation.cases.launches import SeenLaunch, empty, launch_case, launches_of
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.lora import definition
 from paged.kernels.lora.add_lora import add_lora
 from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS

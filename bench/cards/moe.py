@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 import paged
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, Tensors, num_bytes
+from paged.bench.bounds import experts as bounds
 from paged.bench.cards.card import Card, Edge, Row, defined, named, same, whole
 from paged.bench.cards.draw import Draw
 from paged.bench.cards.layers import ACTIVATIONS, TOKENS
 from paged.bench.compilation.cases import moe as compiled
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, Tensors, num_bytes
 from paged.bench.problems.experts import MoeCase, MoeModel
 from paged.bench.problems.formats import FORMATS
 from paged.kernels.moe import definition

@@ -6,12 +6,12 @@ import math
 
 import torch
 
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, num_bytes
+from paged.bench.bounds import products as bounds
 from paged.bench.cards.card import Card, Row, defined, named, same
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases import quantization as compiled
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.quantization import definition
 from paged.kernels.quantization.quantize import quantize
 

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 import paged
-from paged.bench.cards import bounds
-from paged.bench.cards.arguments import Arguments, Tensors, map_tensors, marked
+from paged.bench.bounds import recurrent as bounds
+from paged.bench.bounds.layers import gated_norm
 from paged.bench.cards.card import Card, Masks, Row, defined, named, same
 from paged.bench.cards.draw import Draw
 from paged.bench.cards.layers import TOKENS
 from paged.bench.compilation.cases.case import EVERY_CASE, TENSOR_CORES, CompileCase
 from paged.bench.compilation.cases.launches import DTYPES, SeenLaunch, empty, launch_case, launches_of
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, Tensors, map_tensors, marked
 from paged.kernels.recurrent import definition
 from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
 
@@ -368,7 +369,7 @@ CARDS = (
         _norm,
         defined(definition.gated_rms_norm, "out"),
         named("out"),
-        errors=bounds.gated_norm,
+        errors=gated_norm,
         rows=(Row({"tokens": TOKENS, "heads": (32, 8, 2), "dim": same(128)}),),
         odd={"tokens": (0, 1, 5), "heads": (1, 3), "dim": (130, 24, 8)},
         compiled=_norm_cases,

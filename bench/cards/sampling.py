@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from paged.bench.cards.arguments import Arguments, num_bytes
 from paged.bench.cards.card import Card, Edge, Row, defined, named, same
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases.case import CompileCase
 from paged.bench.compilation.cases.launches import empty, launch_case, launches_of
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.sampling import definition
 from paged.kernels.sampling.greedy_argmax import greedy_argmax
 from paged.kernels.sampling.penalties import Penalties

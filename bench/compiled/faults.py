@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from paged.bench.benchmark import check_only, option_parser
-from paged.bench.cards.arguments import Arguments, map_tensors
 from paged.bench.cards.card import Card, Row
 from paged.bench.cards.cards import CARDS
 from paged.bench.check import Result
 from paged.bench.compiled.device import ARCHS, CompiledDevice
 from paged.bench.compiled.translate import Translation
+from paged.bench.problems.arguments import Arguments, map_tensors
 from paged.errors import PagedError
 
 Change = Callable[[re.Match[str]], str]

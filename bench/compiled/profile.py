@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from paged.bench.cards.arguments import map_tensors
 from paged.bench.cards.card import Card, Row
 from paged.bench.compiled.counters import Counters, Requests
 from paged.bench.compiled.device import CompiledDevice
 from paged.bench.compiled.errors import NotModelledError
 from paged.bench.limits import Cost
+from paged.bench.problems.arguments import map_tensors
 
 _SECTOR_BYTES = 32
 HEAD = (

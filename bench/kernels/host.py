@@ -21,10 +21,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 import paged
-from paged.bench.cards.arguments import Arguments
 from paged.bench.cards.card import Card
 from paged.bench.cards.cards import CARDS
 from paged.bench.cards.draw import Draw
+from paged.bench.problems.arguments import Arguments
 from paged.kernels.core import ids as id_checks
 from paged.kernels.core.device import using_numba
 from paged.kernels.core.operation import Bound

@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 
 from paged.bench.benchmark import DEVICE, SHARED, Benchmark, Setting, Write, check_only, option_parser
-from paged.bench.cards.arguments import Arguments
 from paged.bench.cards.card import Card, Row
 from paged.bench.cards.cards import CARDS
 from paged.bench.contest import OURS, Contest, Peer
+from paged.bench.problems.arguments import Arguments
 from paged.bench.timing import num_sets
 
 # Largest number of tensor sets that a case rotates through, even if they do not fill the cache.

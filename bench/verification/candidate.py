@@ -17,10 +17,10 @@ from unittest import mock
 
 import torch
 
-from paged.bench.cards.arguments import HOW, Arguments, Tensors, dtype_of, map_tensors
 from paged.bench.cards.card import Card, Masks
 from paged.bench.cards.cards import card_of
 from paged.bench.check import WrongResultError
+from paged.bench.problems.arguments import HOW, Arguments, Tensors, dtype_of, map_tensors
 from paged.bench.verification.judged_process import JudgedProcess
 from paged.errors import CheckpointError, InvalidInputError, PagedError
 from paged.kernels.core.checks import FLOAT_DTYPES

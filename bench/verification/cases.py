@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from paged.bench.cards import bounds
+from paged.bench.bounds import first_order
 from paged.bench.cards.card import Card, Edge, Row
 from paged.bench.cards.cards import CARDS
 from paged.bench.cards.draw import Draw
@@ -114,7 +114,7 @@ def _product_bound(x: torch.Tensor, weight: QuantizedWeight, dtype: torch.dtype,
     if weight.values.dtype == torch.int32:
         dtype = torch.bfloat16
     numbers = quantization.dequantize(weight)
-    return 2 * bounds.product_in(dtype, x.double(), numbers, want)
+    return 2 * first_order.product_in(dtype, x.double(), numbers, want)
 
 
 def _unrounded_rows(num_rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +176,7 @@ def _beside_closed_form(logits: torch.Tensor, want: torch.Tensor) -> Result:
     Weights, outputs, logits and sums of heads are rounded to the dtype once each.
     """
     roundings = 4 * torch.finfo(logits.dtype).eps / 2
-    return Result(logits, want, 2 * (roundings + 2 * bounds.gamma(128) + 4 * bounds.ELEMENTARY) * want)
+    return Result(logits, want, 2 * (roundings + 2 * first_order.gamma(128) + 4 * first_order.ELEMENTARY) * want)
 
 
 def _listed() -> list[Check]:

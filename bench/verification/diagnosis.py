@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paged.bench.cards.arguments import Arguments, on_cpu
 from paged.bench.check import Result
+from paged.bench.problems.arguments import Arguments, on_cpu
 from paged.kernels.attention.definition import paged_attention
 
 _INT32 = 2**31

@@ -11,10 +11,10 @@ from unittest import mock
 
 import torch
 
-from paged.bench.cards.arguments import Arguments, Tensors
 from paged.bench.cards.card import Card
 from paged.bench.cards.cards import card_of
 from paged.bench.check import Result, WrongResultError
+from paged.bench.problems.arguments import Arguments, Tensors
 from paged.bench.verification.candidate import NotTakenError
 from paged.errors import CheckpointError
 from paged.kernels.core.compat import HAS_TRITON, interpreting

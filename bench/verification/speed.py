@@ -21,11 +21,11 @@ import torch
 from paged.bench.attention.cases import AttentionCase, Layer, Step
 from paged.bench.attention.peers import PEERS as ATTENTION_PEERS
 from paged.bench.benchmark import DEVICE, LEGEND, Setting, line
-from paged.bench.cards.arguments import Arguments
 from paged.bench.cards.cards import CARDS
 from paged.bench.check import Result, WrongResultError
 from paged.bench.contest import OURS, Contest, Peer
 from paged.bench.moe.peers import PEERS as MOE_PEERS
+from paged.bench.problems.arguments import Arguments
 from paged.bench.problems.experts import MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.timing import Call
 from paged.bench.verification.candidate import Candidate, needed

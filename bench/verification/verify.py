@@ -21,10 +21,10 @@ from unittest import mock
 import torch
 
 from paged.bench.benchmark import benchmark_dtype, check_only, released
-from paged.bench.cards.arguments import dtype_of
 from paged.bench.cards.cards import card_of
 from paged.bench.check import Result, WrongResultError
 from paged.bench.compiled.errors import NotModelledError
+from paged.bench.problems.arguments import dtype_of
 from paged.bench.verification.candidate import Candidate, NotTakenError, is_of
 from paged.bench.verification.cases import CHECKS, Check
 from paged.bench.verification.diagnosis import explain

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from paged.bench.cards.arguments import Arguments, map_tensors
-from paged.bench.cards.bounds import gamma
+from paged.bench.bounds.first_order import gamma
 from paged.bench.cards.card import Card
 from paged.bench.cards.cards import CARDS
 from paged.bench.cards.draw import Draw
 from paged.bench.check import WrongResultError, error_shares
+from paged.bench.problems.arguments import Arguments, map_tensors
 from tests.backends import needs_numba
 from tests.fuzz.kernels.kernel_calls import odd_problem
 from tests.tolerance import DTYPES

@@ -9,8 +9,8 @@ import torch
 
 import paged
 from paged import UnsupportedError
-from paged.bench.cards.arguments import map_tensors
 from paged.bench.cards.cards import CARDS
+from paged.bench.problems.arguments import map_tensors
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.emulated_device.planted import captured, double, kinds
 from tests.interop.test_custom_ops import small_call

@@ -9,7 +9,7 @@ import torch
 
 from paged import InvalidInputError, UnsupportedError
 from paged.bench.attention.problem import Problem, make
-from paged.bench.cards.arguments import on_cpu
+from paged.bench.problems.arguments import on_cpu
 from paged.interop import flash_attention, flash_attention_3, flash_attention_4
 from paged.interop.flash_attention import flash_attn_varlen_func, flash_attn_with_kvcache
 from paged.kernels.attention.definition import paged_attention as attention_definition

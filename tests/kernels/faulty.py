@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paged.bench.cards.arguments import Arguments
 from paged.bench.cards.card import Card
+from paged.bench.problems.arguments import Arguments
 from paged.kernels.core import operation
 from tests.headroom import unnoted
 

@@ -8,11 +8,11 @@ import torch
 import paged
 from paged.bench.attention.cases import AttentionCase
 from paged.bench.benchmark import Setting
-from paged.bench.cards.arguments import Arguments
 from paged.bench.cards.card import Card
 from paged.bench.check import WrongResultError
 from paged.bench.kernels.run import CASES, Case
 from paged.bench.limits import Ceilings, Cost
+from paged.bench.problems.arguments import Arguments
 from tests.operations import OPERATIONS
 
 pytestmark = pytest.mark.usefixtures("by_pytorch")

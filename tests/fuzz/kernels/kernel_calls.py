@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paged.bench.cards.arguments import Arguments, Tensors
 from paged.bench.cards.card import Card
 from paged.bench.cards.cards import CARDS
 from paged.bench.cards.draw import Draw
+from paged.bench.problems.arguments import Arguments, Tensors
 
 DEVICE = torch.device("cpu")
 _KINDS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from paged.bench.cards.arguments import Tensors
+from paged.bench.problems.arguments import Tensors
 from tests.fuzz.arguments import FORMS, call_or_refuse, has_values, odd
 from tests.fuzz.arguments import without_memory as without_memory
 from tests.fuzz.fuzzing import fuzz

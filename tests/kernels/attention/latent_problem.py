@@ -2,9 +2,9 @@
 
 import torch
 
-from paged.bench.cards.arguments import Arguments, on_cpu, without_how
 from paged.bench.cards.cards import CARDS
 from paged.bench.mla.problem import Problem, call_of
+from paged.bench.problems.arguments import Arguments, on_cpu, without_how
 from tests.kernels.attention import loops
 from tests.tolerance import assert_close
 

@@ -3,8 +3,8 @@
 import torch
 
 from paged.bench.attention.problem import Problem, call_of
-from paged.bench.cards.arguments import Arguments, Tensors
 from paged.bench.cards.cards import CARDS
+from paged.bench.problems.arguments import Arguments, Tensors
 from paged.kernels.core.dtypes import kv_kind
 from tests.tolerance import assert_close
 

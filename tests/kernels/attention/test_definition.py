@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged.bench.attention import problem as attention_problem
-from paged.bench.cards.arguments import without_how
 from paged.bench.mla import problem as latent_problem
+from paged.bench.problems.arguments import without_how
 from paged.kernels.attention import definition, latent_definition
 from tests.kernels.attention import loops
 from tests.tolerance import assert_within

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paged.bench.attention.problem import Problem, call_of
-from paged.bench.cards.arguments import Arguments
+from paged.bench.problems.arguments import Arguments
 from tests.kernels.attention.problem import ATTENTION, with_rounded_weights
 from tests.tolerance import assert_close
 

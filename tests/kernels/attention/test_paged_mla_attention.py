@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paged import AttentionPlan, paged_attention, paged_mla_attention
-from paged.bench.cards.arguments import on_cpu
 from paged.bench.mla.problem import PROBLEMS, Problem, make
+from paged.bench.problems.arguments import on_cpu
 from paged.kernels.attention import latent_definition
 from tests.kernels.attention.latent_problem import check
 from tests.kernels.refusals import assert_refuses

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paged.bench.cards.arguments import map_tensors
+from paged.bench.problems.arguments import map_tensors
 from paged.kernels.recurrent import definition
 from tests.float64 import f64
 from tests.kernels.recurrent import loops

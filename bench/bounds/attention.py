@@ -1,0 +1,152 @@
+"""First-order errors of attention and of merged parts. docs/bounds.md derives them."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.bench.bounds.first_order import ELEMENTARY, Defined, U, gamma, independent, rounding, unit
+from paged.bench.problems.arguments import Arguments, Tensors
+from paged.kernels.core.dtypes import kv_kind
+
+
+def attention(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    q = arguments["q"].double()  # [T, Hq, D]
+    u = unit(arguments["q"].dtype)
+    k, v = (_cache_numbers(arguments, name) for name in ("k", "v"))
+    plain = {**arguments, "k_cache": k, "v_cache": v, "k_scale": None, "v_scale": None, "out": None}
+    expected = card.expected
+    lse = want.get("lse")
+    if lse is None:
+        lse = expected(plain)["lse"]
+    magnitude = expected({**plain, "v_cache": v.abs()})["out"]  # sum of p |v|, [T, Hq, Dv]
+    squares = _squared_weights(card, plain, lse)  # sum of p^2 v^2
+    score = _score_error(arguments, q, k, lse.shape)  # [Hq, T]
+    longest = max([1, *arguments["seq_lens"].tolist()])
+    roundings = u * independent(magnitude, squares)
+    error = rounding(want["out"], arguments["q"].dtype) + roundings
+    if kv_kind(arguments["v_cache"].dtype).has_scales:
+        error = error + roundings
+    if card.name == "cascade_attention":
+        error = error + u * magnitude
+    error = error + magnitude * (2 * gamma(longest) + 2 * score.T.unsqueeze(-1) + 2 * ELEMENTARY)
+    return {"out": error, "lse": _lse_error(lse, score, longest)}
+
+
+def _lse_error(lse: torch.Tensor, score: torch.Tensor, longest: int) -> torch.Tensor:
+    return score + gamma(longest) + 2 * ELEMENTARY * (1 + lse.abs().nan_to_num(posinf=0))
+
+
+def _cache_numbers(arguments: Arguments, name: str) -> torch.Tensor:
+    """Return a cache's numbers, [num_blocks, block_size, Hkv, D]."""
+    numbers: torch.Tensor = arguments[f"{name}_cache"].double()
+    scale = arguments.get(f"{name}_scale")
+    if scale is not None:
+        numbers = numbers * scale.double().unsqueeze(-1)
+    return numbers
+
+
+def _squared_weights(card: Defined, plain: Arguments, lse: torch.Tensor) -> torch.Tensor:
+    """Return the sum of p^2 v^2: a softmax of doubled scores has weights p^2 / sum(p^2)."""
+    scale = plain.get("softmax_scale")
+    if scale is None:
+        scale = plain["q"].shape[2] ** -0.5
+    doubled = {**plain, "v_cache": plain["v_cache"].square(), "softmax_scale": 2 * scale}
+    doubled["softcap"] = 2 * plain.get("softcap", 0.0)
+    for name in ("sinks", "alibi_slopes"):
+        if plain.get(name) is not None:
+            doubled[name] = 2 * plain[name].double()
+    results = card.expected(doubled)
+    factor: torch.Tensor = (results["lse"] - 2 * lse).exp().nan_to_num()  # 0 for rows that see no key
+    return results["out"] * factor.T.unsqueeze(-1)
+
+
+def _score_error(arguments: Arguments, q: torch.Tensor, k: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return the largest absolute error of a row's scores, [Hq, T], which is the relative error of its weights."""
+    scale = arguments.get("softmax_scale")
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+    num_heads, head_dim = q.shape[1:]
+    offsets, block_size = arguments["cu_seqlens_q"].tolist(), k.shape[1]
+    products = torch.zeros(shape, dtype=torch.float64)  # largest sum of |q| |k|
+    lengths = torch.zeros(shape[1], dtype=torch.float64)
+    for seq, seq_len in enumerate(arguments["seq_lens"].tolist()):
+        rows = slice(offsets[seq], offsets[seq + 1])
+        if seq_len == 0 or rows.start == rows.stop:
+            continue
+        positions = torch.arange(seq_len)
+        keys = k[arguments["block_table"][seq].long()[positions // block_size], positions % block_size]
+        largest = keys.abs().nan_to_num(posinf=0).amax(0).repeat_interleave(num_heads // k.shape[2], 0)  # [Hq, D]
+        products[:, rows] = (q[rows].abs() * largest).sum(-1).T
+        lengths[rows] = seq_len
+    error: torch.Tensor = abs(scale) * products * (gamma(head_dim) + 2 * ELEMENTARY)
+    sizes = torch.full_like(products, 1 + arguments.get("softcap", 0.0))
+    if arguments.get("alibi_slopes") is not None:
+        sizes += arguments["alibi_slopes"].double().abs()[:, None] * lengths
+    if arguments.get("sinks") is not None:
+        sizes += arguments["sinks"].double().abs()[:, None]
+    return error + 2 * ELEMENTARY * sizes
+
+
+def latent_attention(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    q, scale, size = arguments["q"].double(), arguments["softmax_scale"], arguments["v_head_dim"]
+    u, is_packed = unit(arguments["q"].dtype), arguments["kv_cache"].dtype == torch.uint8
+    cache = _latent_numbers(arguments)
+    sinks, block_size = arguments.get("sinks"), cache.shape[1]
+    offsets = arguments["cu_seqlens_q"].tolist()
+    error = rounding(want["out"], arguments["q"].dtype)  # [T, H, Dv]
+    lse_error = torch.zeros(q.shape[1], q.shape[0], dtype=torch.float64)
+    for seq, seq_len in enumerate(arguments["seq_lens"].tolist()):
+        table = arguments["block_table"][seq].long()
+        for row in range(offsets[seq], offsets[seq + 1]):
+            end = seq_len
+            if arguments.get("causal", True):
+                end = seq_len - offsets[seq + 1] + row + 1
+            keys = torch.arange(max(end, 0))
+            if arguments.get("indices") is not None:
+                chosen = arguments["indices"][row].long()
+                keys = chosen[(chosen >= 0) & (chosen < end)]
+            if not len(keys):
+                continue
+            latents = cache[table[keys // block_size], keys % block_size]  # [n, D]
+            values = latents[:, :size]
+            scores = q[row] @ latents.T * scale  # [H, n]
+            products = q[row].abs() @ latents.abs().nan_to_num(posinf=0).T  # [H, n]
+            score = abs(scale) * products * (gamma(q.shape[2]) + 2 * ELEMENTARY)
+            if is_packed:
+                score = score + abs(scale) * u * independent(products, q[row].square() @ latents.square().T)
+            score = score.amax(1) + 2 * ELEMENTARY  # [H]
+            all_scores = scores
+            if sinks is not None:
+                score = score + 2 * ELEMENTARY * sinks.double().abs()
+                all_scores = torch.cat([scores, sinks.double()[:, None]], 1)
+            lse = all_scores.logsumexp(1)
+            weights = (scores - lse[:, None]).exp()  # [H, n]
+            magnitude = weights @ values.abs()
+            roundings = u * independent(magnitude, weights.square() @ values.square())
+            error[row] += (1 + is_packed) * roundings
+            error[row] += magnitude * (2 * gamma(len(keys)) + 2 * score[:, None] + 2 * ELEMENTARY)
+            lse_error[:, row] = _lse_error(lse, score, len(keys))
+    return {"out": error, "lse": lse_error}
+
+
+def _latent_numbers(arguments: Arguments) -> torch.Tensor:
+    """Return the numbers of a latent cache, [num_blocks, block_size, D]."""
+    cache, scale = arguments["kv_cache"], arguments.get("k_scale")
+    if cache.dtype != torch.uint8:
+        numbers: torch.Tensor = cache.double()
+        if scale is not None:
+            numbers = numbers * scale.double()
+        return numbers
+    codes, scales, rope = (part.contiguous() for part in cache.split((512, 16, 128), -1))
+    latents = codes.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double().repeat_interleave(128, -1)
+    return torch.cat([latents, rope.view(torch.bfloat16).double()], -1)
+
+
+def merged_states(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    absolute = {**arguments, "out_a": arguments["out_a"].abs(), "out_b": arguments["out_b"].abs()}
+    magnitude = card.expected(absolute)["out"]
+    sizes = (arguments["lse_a"].double() - arguments["lse_b"].double()).abs()
+    sizes = sizes.nan_to_num(posinf=0).clamp(max=100)  # beyond, the smaller part's weight is 0 in float32
+    out = rounding(want["out"], arguments["out_a"].dtype)
+    out += magnitude * (2 * ELEMENTARY + U * sizes).T.unsqueeze(-1)
+    return {"out": out, "lse": 2 * ELEMENTARY * (1 + want["lse"].abs().nan_to_num(posinf=0))}

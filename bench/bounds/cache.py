@@ -1,0 +1,79 @@
+"""First-order errors of rows that are written to the cache. docs/bounds.md derives them."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.bench.bounds.first_order import ELEMENTARY, Defined, rounding
+from paged.bench.bounds.layers import norm_error, rotation
+from paged.bench.problems.arguments import Arguments, Tensors, marked
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+
+
+def _stored(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -> torch.Tensor:
+    """Return the error of rows in a cache of `dtype`. before: the error of the rows before they are rounded."""
+    if kv_kind(dtype).has_scales:
+        largest = want.abs().amax(-1, keepdim=True)
+        return (0.5 / 127 + ELEMENTARY) * largest + before + before.amax(-1, keepdim=True)
+    if dtype in KV_KINDS:
+        return _distance_to_code(want, dtype) + before + ELEMENTARY * want.abs()
+    return rounding(want, dtype) + before
+
+
+def _distance_to_code(want: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return how far 8-bit floats are from the nearest code. A tie is as far from both of its codes."""
+    return (want.to(dtype).double() - want).abs()
+
+
+def _in_slots(error: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
+    """Return the error of a cache [num_blocks, block_size, ...] in the slots that are written, and 0 elsewhere."""
+    is_written = marked(error.shape[0] * error.shape[1], slot_mapping).view(error.shape[:2])
+    return torch.where(is_written.view(*error.shape[:2], *[1] * (error.dim() - 2)), error, 0.0)
+
+
+def cache_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    errors = {}
+    for name in ("k_cache", "v_cache"):
+        error = _stored(want[name], arguments[name].dtype, torch.zeros_like(want[name]))
+        errors[name] = _in_slots(error, arguments["slot_mapping"])
+    return errors
+
+
+def qk_norm_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    errors = cache_write(card, arguments, want)
+    sizes = {}
+    for name in ("q", "k"):
+        sizes[name] = arguments["q"].shape[-1] if arguments.get(f"{name}_weight") is not None else 0
+    before = rotation(want["k_cache"], arguments, sizes["k"])
+    error = _stored(want["k_cache"], arguments["k_cache"].dtype, before)
+    errors["k_cache"] = _in_slots(error, arguments["slot_mapping"])
+    errors["q"] = rounding(want["q"], arguments["q"].dtype) + rotation(want["q"], arguments, sizes["q"])
+    return errors
+
+
+def latent_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    is_normed = "latent_weight" in arguments
+    size = arguments["latent"].shape[1]
+    relative = ELEMENTARY
+    if is_normed:
+        relative += norm_error(size)
+    errors = {}
+    if "kv_cache" in want:
+        rows, dtype = want["kv_cache"], arguments["kv_cache"].dtype
+        before = torch.zeros_like(rows)
+        if is_normed:
+            before[..., :size] = relative * rows[..., :size].abs()
+            before[..., size:] = rotation(rows[..., size:], arguments)
+        errors["kv_cache"] = _stored(rows, dtype, before)
+    else:
+        # A code is relative to the largest latent, so it has the errors of both.
+        errors["codes"] = _distance_to_code(want["codes"], torch.float8_e4m3fn) + 2 * relative * want["codes"].abs()
+        errors["scales"] = rounding(want["scales"], torch.float32) + relative * want["scales"].abs()
+        errors["rope"] = rounding(want["rope"], torch.bfloat16)
+        if is_normed:
+            errors["rope"] += rotation(want["rope"], arguments)
+    errors = {name: _in_slots(error, arguments["slot_mapping"]) for name, error in errors.items()}
+    if "q_rope" in want:
+        errors["q_rope"] = rounding(want["q_rope"], arguments["q_rope"].dtype)
+        errors["q_rope"] += rotation(want["q_rope"], arguments)
+    return errors

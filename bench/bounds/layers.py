@@ -1,0 +1,83 @@
+"""First-order errors of norms, rotations and activations. docs/bounds.md derives them."""
+
+from __future__ import annotations
+
+import torch
+
+from paged.bench.bounds.first_order import ELEMENTARY, LARGEST_EXPONENT, TINY, Defined, U, gamma, rounding
+from paged.bench.problems.arguments import Arguments, Tensors
+from paged.kernels.layers.definition import gated_activation
+
+
+def _rotated_size(want: torch.Tensor, arguments: Arguments) -> torch.Tensor:
+    """Return the length of each element's pair after rotation, which bounds |a cos| + |b sin|; |x| beyond pairs."""
+    rotary_dim = arguments["cos_sin_cache"].shape[1]
+    pairs = want[..., :rotary_dim]
+    if arguments.get("interleaved"):
+        lengths = pairs.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, -1)
+    else:
+        lengths = pairs.unflatten(-1, (2, -1)).norm(dim=-2).repeat(*[1] * (want.dim() - 1), 2)
+    return torch.cat([lengths, want[..., rotary_dim:].abs()], -1)
+
+
+def rotation(want: torch.Tensor, arguments: Arguments, norm_size: int = 0) -> torch.Tensor:
+    """Return the float32 error of a rotation, after a norm of `norm_size` numbers."""
+    relative = ELEMENTARY
+    if norm_size:
+        relative += norm_error(norm_size)
+    return relative * _rotated_size(want, arguments)
+
+
+def norm_error(size: int) -> float:
+    """Return the relative error of a root mean square norm: half of the sum's, and a root, two products, a division."""
+    return gamma(size) / 2 + 2 * ELEMENTARY
+
+
+def rms_norm(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    x, out = arguments["x"], want["out"]
+    return {"out": rounding(out, x.dtype) + norm_error(x.shape[-1]) * out.abs()}
+
+
+def fused_add_norm(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    x = want["x"]
+    error = rounding(x, arguments["x"].dtype) + norm_error(x.shape[-1]) * x.abs()
+    return {"x": error, "residual": rounding(want["residual"], arguments["residual"].dtype)}
+
+
+def rotary(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    errors = {}
+    for name, rows in want.items():
+        errors[name] = rounding(rows, arguments[name].dtype) + rotation(rows, arguments)
+    return errors
+
+
+def activation_error(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return the float32 error of an activation of exact numbers: exp turns an argument's error into a relative one."""
+    if activation == "silu":
+        relative = 2 * ELEMENTARY + U * gate.abs()
+        return relative * gated_activation(gate, up, activation).abs() + TINY * gate.abs() * up.abs()
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7), 1 + up.clamp(-7, 7).abs()
+    # 1 + erf and 1 + tanh cancel for negative gates.
+    return 2 * ELEMENTARY * gate.abs() * up.abs()
+
+
+def silu_and_mul(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    x = arguments["x"]
+    gate, up = x.double().chunk(2, -1)
+    error = activation_error(gate, up, arguments.get("activation", "silu"))
+    return {"out": rounding(want["out"], x.dtype) + error}
+
+
+def gated_norm(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    x, out, weight = arguments["x"], want["out"], arguments["weight"].double().abs()
+    size = arguments.get("group_size") or x.shape[-1]
+    exponents = gates = arguments["z"].double().abs()
+    if not arguments["norm_first"]:
+        groups = gates.flatten(1).unflatten(1, (-1, size))
+        exponents = groups.amax(-1, keepdim=True).expand_as(groups).reshape(x.shape)
+    relative = norm_error(size) + 4 * ELEMENTARY + 2 * U * exponents.clamp(max=LARGEST_EXPONENT)
+    # Largest result whose gate is 1: a root mean square is at least the root of eps.
+    largest = x.double().abs().flatten(1).unflatten(1, (-1, weight.numel())) * weight
+    largest = largest.view(x.shape) * (arguments.get("eps", 1e-6) + TINY) ** -0.5
+    return {"out": rounding(out, x.dtype) + relative * out.abs() + TINY * gates.clamp(min=1) * largest}
