@@ -19,6 +19,7 @@ from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import Indexer
 from paged.models.loading.weights import Destinations
+from paged.models.quantization.packed_weights import PackedWeights
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 Queries = AttentionMetadata | OutputRows | AbsorbedPart
@@ -34,12 +35,11 @@ class UpProjection(Linear):
         """Keep the weights."""
 
     def matrices(self, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights, [num_heads, rows of a head, latent]. Packed weights are multiplied by the identity."""
-        if self.packed is None:
-            weight: torch.Tensor = self.weight
+        """Return the weights, [num_heads, rows of a head, latent]."""
+        if isinstance(self.packed, PackedWeights):
+            weight = self.packed.dequantized(dtype)
         else:
-            device = next(self.parameters()).device
-            weight = self(torch.eye(self.in_features, dtype=dtype, device=device)).T.contiguous()
+            weight = self.weight
         return weight.view(num_heads, -1, self.in_features)
 
 

@@ -13,6 +13,7 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.cpu.products import cpu_of_experts
 from paged.kernels.cpu.quantization.experts import ExpertProducts
 from paged.kernels.cpu.quantization.packed_product import CpuProduct, is_plain, unpacked
+from paged.kernels.quantization.definition import dequantize
 from paged.kernels.quantization.gemm import row_counts
 from paged.kernels.quantization.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
 from paged.kernels.quantization.quantized_linear import quantized_linear
@@ -79,6 +80,16 @@ class PackedWeights(PackedModule):
         if plain is not None:
             return torch.cat(plain)
         return CpuProducts([CpuProduct(weight, dtype) for weight in weights], self.num_weights())
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weights [out_features, in_features] that the codes stand for, rounded once."""
+        parts: list[torch.Tensor] = []
+        for _, weight in self.runs:
+            numbers = dequantize(weight, compute=torch.float32)
+            if weight.input_order is not None:
+                numbers = torch.empty_like(numbers).index_copy_(1, weight.input_order.long(), numbers)
+            parts.append(numbers.to(dtype))
+        return torch.cat(parts)
 
     def experts(self, count: int) -> list[QuantizedWeight]:
         """Return the weights of each of `count` experts. Each token has its own input scale, as in `fused_moe`."""

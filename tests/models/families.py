@@ -374,7 +374,7 @@ PACKABLE = Families(
     hybrid=f"""Qwen3Next {_WIDE} num_hidden_layers=2 gated_delta linear_key_head_dim=64 linear_value_head_dim=64 experts
         mlp_only_layers=[0,1]""",
     delta=f"""KimiLinear {_WIDE} num_hidden_layers=2 linear_first mlp_layer_types=['dense','dense'] q_lora_rank=None
-        linear_head_dim=128 linear_num_heads=2 kv_lora_rank=128 qk_nope_head_dim=64 qk_rope_head_dim=64 v_head_dim=64
+        linear_head_dim=32 linear_num_heads=8 kv_lora_rank=128 qk_nope_head_dim=64 qk_rope_head_dim=64 v_head_dim=64
         num_key_value_heads=4 pad_token_id=0""",
     experts_without_gates=f"""NemotronH {_WIDE} nemotron_mamba layers_block_type=['moe','full_attention'] pad_token_id=0
         moe_intermediate_size=128 moe_shared_expert_intermediate_size=128""",

@@ -15,6 +15,7 @@ from paged.kernels.cpu.quantization.packed_product import CpuProduct
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.quantization import definition
 from paged.models.layers.decoder import Linear
+from paged.models.layers.latent_attention import LatentAttention
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model
@@ -137,8 +138,12 @@ def assert_as_unpacked(
 
 
 def _assert_same_weights(packed: PagedCausalLM, plain: PagedCausalLM) -> None:
-    """What the codes of projections stand for, of those that are no experts."""
+    """What the codes of projections stand for, of those that are no experts, and the matrices of latent attention."""
     linears = dict(plain.network.named_modules())
+    for path, module in packed.network.named_modules():
+        if isinstance(module, LatentAttention):
+            matrices = linears[path].up
+            assert_within(module.up, matrices, 1e-6 * matrices.abs().max())
     for path, weights in packed_weights(packed).items():
         linear = linears.get(path)
         is_sorted = path.endswith("linear_attn.in_proj")  # its plain rows are in another order than stored
