@@ -2,6 +2,10 @@
 
 A request is one instruction of one warp. Sectors have 32 bytes; the least are as many as the distinct bytes of a
 request fill. A wavefront serves 32 banks of 4 bytes; without conflicts a request takes one for every 128 bytes.
+
+Triton splits a load of more than 16 bytes a thread into several instructions, each of which touches a part of every
+sector. The L1 cache serves all but the first, so sectors are also counted as an SM fetches them from the L2 cache: once
+for each CTA and Python line. Copies that bypass the L1 cache (cp.async.cg and TMA) fetch their sectors each time.
 """
 
 from __future__ import annotations
@@ -19,16 +23,22 @@ _SECTOR_BYTES = 32
 _WAVEFRONT_BYTES = 128
 _NUM_BANKS = 32
 _MATRIX = ("mma", "wgmma")
+_BYPASSES = ("cg", "volatile")
 _MEMORY = ("ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix")
 
 
 @dataclass
 class Requests:
-    """Requests of one instruction: how many sectors or wavefronts they took, and how many they need at least."""
+    """Requests of one line: how many sectors or wavefronts they took, and how many they need at least.
+
+    fetched: sectors that come from the L2 cache. needed: sectors that the distinct bytes of a CTA fill. Only for loads.
+    """
 
     count: int = 0
     taken: int = 0
     least: int = 0
+    fetched: int = 0
+    needed: int = 0
 
     def add(self, count: int, taken: int, least: int) -> None:
         self.count += count
@@ -38,6 +48,18 @@ class Requests:
     @property
     def ratio(self) -> float:
         return self.taken / max(self.least, 1)
+
+    @property
+    def fetched_ratio(self) -> float:
+        return self.fetched / max(self.needed, 1)
+
+
+@dataclass
+class _Reads:
+    """Sectors and accesses by size of one line in a launch. A number holds a CTA and a place in memory."""
+
+    sectors: list[Array] = field(default_factory=list)
+    accesses: dict[int, list[Array]] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,6 +81,7 @@ class Counters:
     _sites: list[Instruction] = field(default_factory=list)
     _blocks: list[Counter[str]] = field(default_factory=list)
     _flops: list[int] = field(default_factory=list)
+    _reads: dict[str, _Reads] = field(default_factory=dict)
 
     def begin_launch(self, kernel: Kernel, num_ctas: int) -> None:
         self.launches += 1
@@ -69,6 +92,18 @@ class Counters:
         for block in kernel.blocks:
             self._blocks.append(Counter(_kind(i) for i in block.instructions))
             self._flops.append(sum(map(_flops, block.instructions)))
+
+    def end_launch(self) -> None:
+        """Count what the CTAs have fetched."""
+        for line, reads in self._reads.items():
+            requests = self.loads[line]
+            if reads.sectors:
+                requests.fetched += len(np.unique(np.concatenate(reads.sectors)))
+            for size, accesses in reads.accesses.items():
+                ctas = np.unique(np.concatenate(accesses)) >> _PLACE_BITS
+                _, per_cta = np.unique(ctas, return_counts=True)
+                requests.needed += _num_sectors(per_cta, size)
+        self._reads.clear()
 
     def note_block(self, block: int, threads: Threads, mask: Array | None) -> None:
         """Count the instructions of a block for each warp that runs it."""
@@ -86,20 +121,34 @@ class Counters:
         sectors = []
         for offset in range(0, size, min(size, _SECTOR_BYTES)):
             sectors.append(_pairs(warp, (first + offset) // _SECTOR_BYTES))
-        taken = len(np.unique(np.concatenate(sectors)))
+        touched = np.unique(np.concatenate(sectors))
         # Distinct accesses of a warp, each of `size` bytes.
-        distinct = np.unique(_pairs(warp, first // size)) >> _PLACE_BITS
-        _, per_warp = np.unique(distinct, return_counts=True)
-        least = int((-(-per_warp * size // _SECTOR_BYTES)).sum())
-        kinds = self.stores if self._sites[site].op == "st" else self.loads
-        kinds.setdefault(self._sites[site].source, Requests()).add(len(per_warp), taken, least)
+        accesses = np.unique(_pairs(warp, first // size))
+        _, per_warp = np.unique(accesses >> _PLACE_BITS, return_counts=True)
+        least = _num_sectors(per_warp, size)
+        instruction = self._sites[site]
+        if instruction.op == "st":
+            self.stores.setdefault(instruction.source, Requests()).add(len(per_warp), len(touched), least)
+            return
+        requests = self.loads.setdefault(instruction.source, Requests())
+        requests.add(len(per_warp), len(touched), least)
+        reads = self._reads.setdefault(instruction.source, _Reads())
+        cta_of_warp = threads.cta_number[::WARP_SIZE]
+        if any(part in instruction.parts for part in _BYPASSES):
+            requests.fetched += len(touched)
+        else:
+            reads.sectors.append(_in_ctas(touched, cta_of_warp))
+        reads.accesses.setdefault(size, []).append(_in_ctas(accesses, cta_of_warp))
 
     def note_box(self, site: int, sources: Array, item: int) -> None:
         """Count a copy of a box as one request."""
         first = np.unique(sources.astype(np.int64))
         taken = len(np.unique(first // _SECTOR_BYTES))
         least = -(-len(first) * item // _SECTOR_BYTES)
-        self.loads.setdefault(self._sites[site].source, Requests()).add(1, taken, least)
+        requests = self.loads.setdefault(self._sites[site].source, Requests())
+        requests.add(1, taken, least)
+        requests.fetched += taken
+        requests.needed += least
 
     def note_shared(self, site: int, threads: Threads, address: Array, size: int, mask: Array | None) -> None:
         lanes = np.flatnonzero(threads.mask(mask))
@@ -129,6 +178,17 @@ class Counters:
 
 
 _PLACE_BITS = 48
+
+
+def _num_sectors(counts: Array, size: int) -> int:
+    """Return the sectors that groups of so many accesses of `size` bytes fill."""
+    return int((-(-counts * size // _SECTOR_BYTES)).sum())
+
+
+def _in_ctas(pairs: Array, cta_of_warp: Array) -> Array:
+    """Return pairs of a warp and a place as pairs of the warp's CTA and the place."""
+    places = pairs & ((1 << _PLACE_BITS) - 1)
+    return np.unique(_pairs(cta_of_warp[pairs >> _PLACE_BITS], places))
 
 
 def _pairs(group: Array, place: Array) -> Array:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -43,10 +43,10 @@ class CompiledDevice:
         num_sms: int = 8,
         schedule: str = "random",
         seed: int = 0,
-        edit: Callable[[str, str], str] | None = None,
         counts: bool = False,
+        report: Report | None = None,
     ) -> None:
-        """Check the settings.
+        """Check the settings. report: takes what runs find; None makes one.
 
         Raises:
             InvalidInputError: an unknown architecture or schedule.
@@ -58,7 +58,7 @@ class CompiledDevice:
             raise InvalidInputError(f"schedule {schedule}: expected one of {', '.join(SCHEDULES)}")
         if not compat.HAS_TRITON or compat.interpreting():
             raise UnsupportedError("compiled kernels need Triton, and a process without TRITON_INTERPRET=1")
-        self._settings = Settings(arch, num_sms, schedule, seed, edit, counts)
+        self._settings = Settings(arch, num_sms, schedule, seed, None, counts, report or Report())
 
     @property
     def arch(self) -> str:
@@ -77,6 +77,15 @@ class CompiledDevice:
     def translations(self) -> list[Translation]:
         """The kernels that were loaded, in order."""
         return self._settings.translations
+
+    @contextmanager
+    def ordered(self, order: Callable[[str, int], Sequence[int] | None]) -> Iterator[None]:
+        """Let CTAs run one after the other, in the order that a kernel's name and number of CTAs give."""
+        self._settings.order = order
+        try:
+            yield
+        finally:
+            self._settings.order = None
 
     def __enter__(self) -> CompiledDevice:
         _import_kernels()

@@ -41,15 +41,16 @@ class Settings:
     """How launches run.
 
     arch: such as "sm_90". num_sms: SMs that kernels plan for. schedule: "random", some CTAs together in random order;
-    "one", one after the other, in random order; "all", all together. edit: changes the PTX of a kernel, given its name.
-    counters: counts what kernels do, by name, if asked for.
+    "one", one after the other, in random order; "all", all together. order: returns the order in which the
+    CTAs of a kernel run one after the other, given its name and their number, or None for the schedule. counters:
+    counts what kernels do, by name, if asked for.
     """
 
     arch: str
     num_sms: int = 8
     schedule: str = "random"
     seed: int = 0
-    edit: Callable[[str, str], str] | None = None
+    order: Callable[[str, int], Sequence[int] | None] | None = None
     counts: bool = False
     report: Report = field(default_factory=Report)
     counters: dict[str, Counters] = field(default_factory=dict)
@@ -69,11 +70,8 @@ def driver(settings: Settings) -> Any:
         "mem_bus_width": 1,
     }
 
-    def load_binary(name: str, binary: bytes, *_: Any) -> tuple[Any, Any, int, int, int]:
-        text = binary.decode()
-        if settings.edit is not None:
-            text = settings.edit(name, text)
-        translation = Translation(text)
+    def load_binary(_: str, binary: bytes, *__: Any) -> tuple[Any, Any, int, int, int]:
+        translation = Translation(binary.decode())
         settings.translations.append(translation)
         return translation, translation, 0, 0, 1024
 
@@ -135,18 +133,26 @@ class Launcher:
         context = Context(self.name, translation.sites, random, settings.report, counters)
         memory = GlobalMemory(arguments.tensors)
         self._run(Launched(context, translation, memory, grid, self.metadata.shared, params, maps))
+        if counters is not None:
+            counters.end_launch()
 
     def _run(self, launched: Launched) -> None:
-        """Run the CTAs in a random order."""
+        """Run the CTAs by the schedule, or one after the other in a given order."""
         report, grid = self.settings.report, launched.grid
-        ctas: list[Cta] = []
-        for number in launched.context.random.permutation(grid[0] * grid[1] * grid[2]).tolist():
-            ctas.append((number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])))
+        num_ctas = grid[0] * grid[1] * grid[2]
+        order = None
+        if self.settings.order is not None:
+            order = self.settings.order(self.name, num_ctas)
         at_once = max(1, _THREADS_AT_ONCE // launched.translation.kernel.num_threads)
-        if self.settings.schedule == "one":
-            at_once = 1
         if self.settings.schedule == "all":
-            at_once = len(ctas)
+            at_once = num_ctas
+        if self.settings.schedule == "one" or order is not None:
+            at_once = 1
+        if order is None:
+            order = launched.context.random.permutation(num_ctas).tolist()
+        ctas: list[Cta] = []
+        for number in order:
+            ctas.append((number % grid[0], number // grid[0] % grid[1], number // (grid[0] * grid[1])))
         report.launches[self.name] += 1
         report.ctas[self.name] += len(ctas)
         start = time.perf_counter()

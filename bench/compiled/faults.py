@@ -3,34 +3,40 @@
 python -m paged.bench.compiled.faults [--arch sm_90] [--only TEXT] [--each N]
 
 A fault is seen by name, if the executor reports one or stops; by result, if a result exceeds its bound; or it survives.
-It is idle, and does not count, if its instruction runs for no thread or its predicate is true for all. The table has a
-line for each kind; survivors are listed with their lines.
+It is idle, and does not count, if its instruction runs for no thread, if a dropped predicate is true for all, or if
+nothing uses what the instruction loads or stores: then garbage in its place, or its absence, survives too. The table
+has a line for each kind; survivors are listed with their lines.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from paged.bench.benchmark import check_only, option_parser
 from paged.bench.cards.card import Card, Row
 from paged.bench.cards.cards import CARDS
+from paged.bench.cards.draw import Draw
 from paged.bench.check import Result
 from paged.bench.compiled.device import ARCHS, CompiledDevice
+from paged.bench.compiled.report import Fault, Report
 from paged.bench.compiled.translate import Translation
-from paged.bench.problems.arguments import Arguments, map_tensors
+from paged.bench.problems.arguments import Arguments
 from paged.errors import PagedError
 
 Change = Callable[[re.Match[str]], str]
 
 _LOADS = r"ld\.(?:volatile\.)?(?:global|shared)|st\.(?:global|shared)|cp\.async\.c[ag]|atom"
 _GUARD = re.compile(r"\s*@(!?)(%p\d+) ")
+_LOADED = re.compile(r"\s*(?:@!?%p\d+ )?(?:ld\.(?:volatile\.)?(?:global|shared)|ldmatrix)\S*\s+(\{[^}]*\}|%\w+)")
+_GARBAGE = {"%rs": "mov.b16 {}, 0xFFFF;", "%r": "mov.b32 {}, 0xFFFFFFFF;", "%rd": "mov.b64 {}, 0xFFFFFFFFFFFFFFFF;"}
 _WGMMA = re.compile(r"(wgmma\.mma_async\S+ +(?:\{[^}]*\}|\S+), *)(.*?)(%rd\d+)(, *%p\d+, *-?1, *-?1.*)")
 
 
@@ -104,19 +110,26 @@ RULES = (
     Rule("ldmatrix moved", r"(ldmatrix\S+\s+\{[^}]*\}, \[%r\d+)\]", r"\g<1>+16]"),
     Rule("ticket relaxed", r"(atom\.global\S*?)\.acq_rel", r"\g<1>.relaxed"),
 )
-# Operation and row that each kernel's faults are judged by, at the sizes of "check".
+# Operation and row that each kernel's faults are judged by, at the sizes of "check" unless `_SMALLER` has others.
 PROBLEMS = (
     ("paged_attention", "prefill"),
     ("paged_attention", "decode"),
     ("paged_mla_attention", "decode"),
+    ("choose_keys", ""),
+    ("reshape_and_cache", ""),
     ("qk_norm_rope_and_cache", ""),
     ("rms_norm", ""),
     ("route_and_align", ""),
     ("fused_moe", "decode"),
+    ("fused_moe", "prefill"),
     ("quantized_linear", "int4 prefill"),
+    ("quantized_linear", "e4m3 prefill"),
+    ("gated_delta_rule", "decode"),
     ("gated_delta_rule", "prefill"),
     ("sample_tokens", "top_p"),
 )
+# As many tokens an expert as at the sizes of "check", and a quarter of the work.
+_SMALLER = {("fused_moe", "prefill"): {"tokens": 150, "num_experts": 4}}
 
 
 @dataclass(frozen=True)
@@ -130,20 +143,38 @@ class Outcome:
     seen: str
 
 
+class _SeenError(Exception):
+    """The executor has reported a fault, so the rest of the run does not matter."""
+
+
+class _FirstFault(Report):
+    """A report that ends the run with the first fault."""
+
+    def add(self, fault: Fault, detail: str, times: int = 1) -> None:
+        super().add(fault, detail, times)
+        raise _SeenError
+
+
 class Problem:
     """A row of a card, with the expected results and their bounds, which are computed once."""
 
     def __init__(self, card: Card, row: Row) -> None:
-        self.card = card
-        self.name = card.row_name(row)
-        torch.manual_seed(0)
-        self.arguments: Arguments = card.problem(row, "check", torch.device("cpu"), torch.bfloat16)
-        self.want = card.want(self.arguments)
-        self.bounds = card.bounds(self.arguments, self.want)
+        self.card, self.sizes = card, {**row.size("check"), **_SMALLER.get((card.name, row.variant), {})}
+        arguments = self._arguments()
+        self.want = card.want(arguments)
+        self.bounds = card.bounds(arguments, self.want)
 
     def results(self) -> list[Result]:
-        arguments = map_tensors(torch.clone, self.arguments)
+        """Run the operation and return its results beside the expected ones.
+
+        Arguments are drawn again, because a plan that a call has made would spare the next one the planning kernel.
+        """
+        arguments = self._arguments()
         return list(self.card.beside(arguments, self.card.call(arguments), self.want, self.bounds).values())
+
+    def _arguments(self) -> Arguments:
+        torch.manual_seed(0)
+        return self.card.draw(Draw(torch.device("cpu"), torch.bfloat16), **self.sizes)
 
 
 def outcomes(problem: Problem, device: CompiledDevice, per_kind: int) -> Iterator[Outcome]:
@@ -157,10 +188,7 @@ def outcomes(problem: Problem, device: CompiledDevice, per_kind: int) -> Iterato
     for result in problem.results():
         result.check()
     assert not device.report.lines(), device.report.lines()
-    kernels = {}
     for translation in device.translations[first:]:
-        kernels[translation.kernel.name] = translation
-    for translation in kernels.values():
         for rule in RULES:
             for number, line in _spread(_places(translation, rule), per_kind):
                 lines = translation.text.split("\n")
@@ -168,6 +196,8 @@ def outcomes(problem: Problem, device: CompiledDevice, per_kind: int) -> Iterato
                 with planted(translation, "\n".join(lines)):
                     seen = _seen(problem, device)
                 if seen == "survived" and _is_idle(problem, device, translation, number, rule.kind):
+                    seen = "idle"
+                if seen == "survived" and _is_unused(problem, device, translation, number, rule.kind):
                     seen = "idle"
                 yield Outcome(rule.kind, translation.kernel.name, number, " ".join(line.split())[:100], seen)
 
@@ -187,6 +217,26 @@ def _is_idle(problem: Problem, device: CompiledDevice, translation: Translation,
     lines[number - 1] = f"@{negation}{predicate} st.shared.b32 [0], 0; {lines[number - 1]}"
     with planted(translation, "\n".join(lines)):
         return _seen(problem, device) != "by name"
+
+
+def _is_unused(problem: Problem, device: CompiledDevice, translation: Translation, number: int, kind: str) -> bool:
+    """Return whether nothing uses what an instruction loads, or what a narrower or moved copy or store writes."""
+    lines = translation.text.split("\n")
+    line = lines[number - 1]
+    loaded = _LOADED.match(line)
+    if loaded is not None:
+        guard = ""
+        if kind == "predicate dropped" and (match := _GUARD.match(line)) is not None:
+            guard = f"@{'' if match[1] else '!'}{match[2]} "  # the threads that did not load
+        for name in re.findall(r"%[a-z]+\d+", loaded[1]):
+            line += f" {guard}{_GARBAGE[name.rstrip('0123456789')].format(name)}"
+    elif "narrower" in kind or "moved" in kind:
+        line = ""
+    else:
+        return False
+    lines[number - 1] = line
+    with planted(translation, "\n".join(lines)):
+        return _seen(problem, device) == "survived"
 
 
 def _places(translation: Translation, rule: Rule) -> list[tuple[int, str]]:
@@ -225,6 +275,8 @@ def _seen(problem: Problem, device: CompiledDevice) -> str:
     is_wrong = False
     try:
         is_wrong = any(result.first_wrong() is not None for result in problem.results())
+    except _SeenError:
+        return "by name"
     except (PagedError, ArithmeticError, ValueError, IndexError):
         is_wrong = True
     if device.report.lines():
@@ -236,13 +288,13 @@ def _seen(problem: Problem, device: CompiledDevice) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table of kinds and the survivors; the exit code is 0."""
-    parser = option_parser(__doc__, "only")
+    parser = option_parser(__doc__, "only", "json")
     parser.add_argument("--arch", choices=ARCHS, default="sm_90")
     parser.add_argument("--each", type=int, default=4, metavar="N", help="faults of a kind in a kernel; %(default)d")
     args = parser.parse_args(argv)
     check_only(args.only, [f"{operation}.{row}" for operation, row in PROBLEMS])
     found = []
-    with CompiledDevice(args.arch) as device:
+    with CompiledDevice(args.arch, report=_FirstFault()) as device:
         for operation, variant in PROBLEMS:
             if args.only not in f"{operation}.{variant}":
                 continue
@@ -252,6 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found.append(outcome)
                 if outcome.seen == "survived":
                     print(f"survived: {outcome.kind}, {outcome.kernel} line {outcome.line}: {outcome.text}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1) + "\n")
     print(f"\n{'kind':32} {'planted':>8} {'by name':>8} {'by result':>10} {'survived':>9} {'idle':>5}")
     for kind in dict.fromkeys(outcome.kind for outcome in found):
         counts = Counter(outcome.seen for outcome in found if outcome.kind == kind)

@@ -20,7 +20,7 @@ from paged.bench.problems.arguments import map_tensors
 
 _SECTOR_BYTES = 32
 HEAD = (
-    f"{'case':28} {'kernel':32} {'CTAs':>6} {'loads':>6} {'stores':>6} {'banks':>6} {'barriers':>8} "
+    f"{'case':28} {'kernel':32} {'CTAs':>6} {'loads':>6} {'L2':>6} {'stores':>6} {'banks':>6} {'barriers':>8} "
     f"{'bytes':>6} {'flops':>6}  instructions of a CTA"
 )
 
@@ -29,7 +29,8 @@ HEAD = (
 class Profile:
     """What one kernel did in a case.
 
-    loads, stores: sectors over the least. banks: wavefronts of shared memory over the least. barriers: of a CTA.
+    loads, stores: sectors over the least. fetched: sectors from the L2 cache over the least. banks: wavefronts of
+    shared memory over the least. barriers: of a CTA.
     bytes, flops: of all kernels of the case over the least; None if the least is 0. instructions: by kind, of a CTA.
     """
 
@@ -37,6 +38,7 @@ class Profile:
     kernel: str
     ctas: int
     loads: float
+    fetched: float
     stores: float
     banks: float
     barriers: float
@@ -48,8 +50,8 @@ class Profile:
     def line(self) -> str:
         kinds = " ".join(f"{name}:{number:.0f}" for name, number in self.instructions.items())
         return (
-            f"{self.case:28} {self.kernel:32} {self.ctas:6} {self.loads:6.2f} {self.stores:6.2f} {self.banks:6.2f} "
-            f"{self.barriers:8.1f} {_ratio(self.bytes):>6} {_ratio(self.flops):>6}  {kinds}"
+            f"{self.case:28} {self.kernel:32} {self.ctas:6} {self.loads:6.2f} {self.fetched:6.2f} {self.stores:6.2f} "
+            f"{self.banks:6.2f} {self.barriers:8.1f} {_ratio(self.bytes):>6} {_ratio(self.flops):>6}  {kinds}"
         )
 
 
@@ -72,18 +74,21 @@ def profiles(card: Card, row: Row, device: CompiledDevice) -> Iterator[Profile]:
 
 
 def _profile(case: str, kernel: str, counters: Counters, of_case: list[Counters], cost: Cost) -> Profile:
-    sectors = sum(_total(each.loads.values()).taken + _total(each.stores.values()).taken for each in of_case)
+    sectors = sum(_total(each.loads.values()).fetched + _total(each.stores.values()).taken for each in of_case)
     num_flops = sum(each.flops for each in of_case)
     conflicts = {}
     for kind, by_line in (("load", counters.loads), ("store", counters.stores), ("bank", counters.shared)):
         for line, requests in by_line.items():
             if requests.ratio > 1.1:
                 conflicts[f"{kind} {line}"] = round(requests.ratio, 2)
+            if requests.fetched_ratio > 1.1:
+                conflicts[f"L2 {line}"] = round(requests.fetched_ratio, 2)
     return Profile(
         case=case,
         kernel=kernel.strip("_").removesuffix("_kernel"),
         ctas=counters.ctas,
         loads=_total(counters.loads.values()).ratio,
+        fetched=_total(counters.loads.values()).fetched_ratio,
         stores=_total(counters.stores.values()).ratio,
         banks=_total(counters.shared.values()).ratio,
         barriers=counters.barriers / counters.ctas,
@@ -98,6 +103,8 @@ def _total(requests: Iterable[Requests]) -> Requests:
     total = Requests()
     for each in requests:
         total.add(each.count, each.taken, each.least)
+        total.fetched += each.fetched
+        total.needed += each.needed
     return total
 
 

@@ -82,4 +82,6 @@ def run(
                 Batch(launched, ctas[first : first + at_once]).run()
             except StoppedError as error:
                 report.add(Fault(error.kind, "program"), error.detail)
+    if counters is not None:
+        counters.end_launch()
     return report
