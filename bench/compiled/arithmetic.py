@@ -1,6 +1,7 @@
 """Translate instructions that compute from a thread's own registers: arithmetic, bits, comparisons and conversions.
 
-Each function adds the Python code of one instruction. Formulas are format strings, `{0}` is the first operand.
+Each function adds the Python code of one instruction. Formulas are format strings: `{0}` is the first operand, and
+`{K}` the type of the result.
 """
 
 from __future__ import annotations
@@ -14,11 +15,52 @@ from paged.bench.compiled.ptx import Instruction
 
 Translate = Callable[[BlockCode, Instruction], None]
 
-# Packed types of floating-point numbers -> name of the functions that pack and unpack them.
+# Instruction -> formula for integers and bits.
+_INTEGERS = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "mad": "{0} * {1} + {2}",
+    "div": "N.div({0}, {1})",
+    "rem": "N.rem({0}, {1})",
+    "max": "np.maximum({0}, {1})",
+    "min": "np.minimum({0}, {1})",
+    "neg": "-{0}",
+    "abs": "np.abs({0})",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "not": "~{0}",
+    "bfe": "N.bfe({0}, {1}, {2})",
+    "prmt": "N.prmt({0}, {1}, {2})",
+    "popc": "np.bitwise_count({0}).astype({K})",
+}
+_WRAPPING = ("add", "sub", "mul", "mad")  # signed or not, the bits are the same
+# Instruction -> formula for floating-point numbers. A minimum or maximum ignores NaN unless it says otherwise.
+_FLOATS = {
+    "add": "({0} + {1})",
+    "sub": "({0} - {1})",
+    "mul": "({0} * {1})",
+    "fma": "N.fma({0}, {1}, {2})",
+    "div": "({0} / {1})",
+    "max": "np.fmax({0}, {1})",
+    "min": "np.fmin({0}, {1})",
+    "neg": "(-{0})",
+    "abs": "np.abs({0})",
+    "sqrt": "np.sqrt({0})",
+    "rsqrt": "({K}(1) / np.sqrt({0}))",
+    "rcp": "({K}(1) / {0})",
+    "ex2": "np.exp2({0})",
+    "lg2": "np.log2({0})",
+    "sin": "np.sin({0})",
+    "cos": "np.cos({0})",
+    "tanh": "np.tanh({0})",
+}
+_KEEPING_NAN = {"max": "np.maximum({0}, {1})", "min": "np.minimum({0}, {1})"}
+# Packed types of floating-point numbers -> name of the functions that pack and unpack them, and the type of the word.
 _PAIRS = {"bf16x2": ("bf16", "u4"), "f16x2": ("f16", "u4"), "f32x2": ("f32", "u8")}
-_FLOATS = ("f16", "bf16", "f32", "f64", *_PAIRS)
+_FLOAT_TYPES = ("f16", "bf16", "f32", "f64", *_PAIRS)
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_UNSIGNED_COMPARISONS = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 # A comparison that is true for NaN -> the opposite one, which is false for it.
 _UNORDERED = {"ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
 _ROUNDINGS = ("rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi")
@@ -27,147 +69,82 @@ _FLOAT8_PAIRS = {"e4m3x2": "e4m3", "e5m2x2": "e5m2"}
 _MAX_SHIFT = 127  # NumPy shifts by more than the bits of a number give 0, or its sign
 
 
-def _unsigned(kind: str) -> str:
-    return f"u{kind[1:]}"
+def _operands(i: Instruction, first: int = 1) -> list[str]:
+    return [i.name(index) for index in range(first, len(i.operands))]
 
 
-def _float(code: BlockCode, i: Instruction, formula: str, first: int = 1) -> None:
-    """Apply a formula to floating-point operands, from operand `first` on. 16-bit types compute in float32."""
-    operands = [i.name(index) for index in range(first, len(i.operands))]
-    kind = i.type
-    if "relu" in i.parts or "sat" in i.parts:
+def _compute(code: BlockCode, i: Instruction) -> None:
+    """Translate an instruction that has a formula."""
+    if i.type in _FLOAT_TYPES:
+        _compute_floats(code, i)
+    else:
+        _compute_integers(code, i)
+
+
+def _compute_integers(code: BlockCode, i: Instruction) -> None:
+    kind = TYPES[i.type]
+    if i.op in _WRAPPING:
+        kind = f"u{kind[1:]}"
+    if i.op == "prmt" and len(i.parts) > 2:
         raise NotModelledError(i.text)
-    if kind in ("f32", "f64"):
-        result = formula.format(*code.values(operands, TYPES[kind]), F=TYPES[kind])
-        code.write(i, i.name(0), TYPES[kind], result)
-    elif kind == "f16":
-        values = [f"{code.array(operand, 'f2')}.astype(f4)" for operand in operands]
-        code.write(i, i.name(0), "f2", f"({formula.format(*values, F='f4')}).astype(f2)")
-    elif kind == "bf16":
-        values = [f"N.from_bf16({code.array(operand, 'u2')})" for operand in operands]
-        code.write(i, i.name(0), "u2", f"N.to_bf16({formula.format(*values, F='f4')})")
-    else:
-        name, word = _PAIRS[kind]
-        pairs = [code.assign(f"N.unpack_{name}({code.array(operand, word)})") for operand in operands]
-        low = formula.format(*(f"{pair}[0]" for pair in pairs), F="f4")
-        high = formula.format(*(f"{pair}[1]" for pair in pairs), F="f4")
-        code.write(i, i.name(0), word, f"N.pack_{name}({low}, {high})")
-
-
-def _mixed_float(code: BlockCode, i: Instruction, formula: str) -> None:
-    """Translate an operation of float32 whose operands but the last have 16 bits, such as add.rn.f32.bf16."""
-    operands = []
-    for index in range(1, len(i.operands) - 1):
-        if i.type == "f16":
-            operands.append(f"{code.array(i.name(index), 'f2')}.astype(f4)")
-        else:
-            operands.append(f"N.from_bf16({code.array(i.name(index), 'u2')})")
-    last = code.value(i.name(len(i.operands) - 1), "f4")
-    code.write(i, i.name(0), "f4", formula.format(*operands, last))
-
-
-def _is_mixed(i: Instruction) -> bool:
-    return "f32" in i.parts[:-1] and i.type in ("f16", "bf16")
-
-
-def _binary(code: BlockCode, i: Instruction, symbol: str) -> None:
-    formula = f"({{0}} {symbol} {{1}})"
-    if _is_mixed(i):
-        _mixed_float(code, i, formula)
-    elif i.type in _FLOATS:
-        _float(code, i, formula)
-    else:
-        kind = _unsigned(TYPES[i.type])
-        code.write(i, i.name(0), kind, formula.format(*code.values([i.name(1), i.name(2)], kind)))
-
-
-def _multiply(code: BlockCode, i: Instruction) -> None:
-    kind = TYPES[i.type]
-    if i.parts[1] == "wide":
-        wide = f"{kind[0]}{2 * int(kind[1])}"
-        code.write(i, i.name(0), wide, _wide_product(code, i, kind, wide))
-    elif i.parts[1] == "hi":
-        code.write(i, i.name(0), kind, f"N.mul_hi({code.array(i.name(1), kind)}, {code.array(i.name(2), kind)})")
-    else:
-        _binary(code, i, "*")
-
-
-def _wide_product(code: BlockCode, i: Instruction, kind: str, wide: str) -> str:
-    return f"{code.array(i.name(1), kind)}.astype({wide}) * {code.value(i.name(2), kind)}.astype({wide})"
-
-
-def _multiply_add(code: BlockCode, i: Instruction) -> None:
-    kind = TYPES[i.type]
-    if i.parts[1] == "wide":
-        wide = f"{kind[0]}{2 * int(kind[1])}"
-        code.write(i, i.name(0), wide, f"{_wide_product(code, i, kind, wide)} + {code.value(i.name(3), wide)}")
-    elif i.parts[1] == "lo":
-        kind = _unsigned(kind)
-        a, b, c = code.values([i.name(1), i.name(2), i.name(3)], kind)
-        code.write(i, i.name(0), kind, f"{a} * {b} + {c}")
-    else:
-        raise NotModelledError(i.text)
-
-
-def _fused_multiply_add(code: BlockCode, i: Instruction) -> None:
-    if i.type == "f64":
-        _float(code, i, "({0} * {1} + {2})")
-    elif _is_mixed(i):
-        _mixed_float(code, i, "N.fma({0}, {1}, {2})")
-    else:
-        _float(code, i, "N.fma({0}, {1}, {2})")
-
-
-def _divide(code: BlockCode, i: Instruction) -> None:
-    if i.type in _FLOATS:
-        _float(code, i, "({0} / {1})")
-    else:
-        _by_function(code, i, "N.div", TYPES[i.type], 2)
-
-
-def _by_function(code: BlockCode, i: Instruction, function: str, kind: str, count: int, result: str = "") -> None:
-    """Call a function with the first `count` operands as arrays of a type."""
-    arguments = ", ".join(code.array(i.name(index), kind) for index in range(1, count + 1))
-    code.write(i, i.name(0), result or kind, f"{function}({arguments})")
-
-
-def _extreme(code: BlockCode, i: Instruction, ignores_nan: str, keeps_nan: str) -> None:
-    """Translate a minimum or maximum of two or three numbers, given NumPy's functions for both treatments of NaN."""
-    if i.type in _FLOATS:
-        function = ignores_nan
-        if "NaN" in i.parts:
-            function = keeps_nan
-        formula = f"{function}({{0}}, {{1}})"
-        if len(i.operands) == 4:
-            formula = f"{function}({formula}, {{2}})"
-        _float(code, i, formula)
-        return
-    formula = f"{keeps_nan}({{0}}, {{1}})"
-    kind = TYPES[i.type]
-    result = formula.format(*code.values([i.name(1), i.name(2)], kind))
+    result = _INTEGERS[i.op].format(*code.values(_operands(i), kind), K=kind)
     if "relu" in i.parts:
         result = f"np.maximum({result}, {kind}(0))"
     code.write(i, i.name(0), kind, result)
 
 
-def _unary(code: BlockCode, i: Instruction, formula: str) -> None:
-    """Translate an operation with one operand, of floating-point or signed numbers."""
-    if i.type in _FLOATS:
-        _float(code, i, formula)
+def _compute_floats(code: BlockCode, i: Instruction) -> None:
+    """Compute with floating-point numbers. 16-bit types compute in float32."""
+    if "relu" in i.parts or "sat" in i.parts:
+        raise NotModelledError(i.text)
+    formula, operands, kind = _FLOATS[i.op], _operands(i), i.type
+    if "NaN" in i.parts:
+        formula = _KEEPING_NAN[i.op]
+    if i.op in _KEEPING_NAN and len(operands) == 3:
+        formula = formula.replace("{1}", formula.replace("{0}", "{2}"))
+    if kind in _PAIRS:
+        name, word = _PAIRS[kind]
+        pairs = [code.assign(f"N.unpack_{name}({code.array(operand, word)})") for operand in operands]
+        low = formula.format(*(f"{pair}[0]" for pair in pairs))
+        high = formula.format(*(f"{pair}[1]" for pair in pairs))
+        code.write(i, i.name(0), word, f"N.pack_{name}({low}, {high})")
+    elif "f32" in i.parts[:-1]:  # such as add.rn.f32.bf16, whose last operand is float32
+        values = [_widened(code, operand, kind) for operand in operands[:-1]]
+        code.write(i, i.name(0), "f4", formula.format(*values, code.value(operands[-1], "f4")))
+    elif kind == "f16":
+        result = formula.format(*(_widened(code, operand, kind) for operand in operands), K="f4")
+        code.write(i, i.name(0), "f2", f"({result}).astype(f2)")
+    elif kind == "bf16":
+        result = formula.format(*(_widened(code, operand, kind) for operand in operands), K="f4")
+        code.write(i, i.name(0), "u2", f"N.to_bf16({result})")
     else:
-        kind = TYPES[i.type]
-        code.write(i, i.name(0), kind, formula.format(code.array(i.name(1), kind), F=kind))
+        if kind == "f64" and i.op == "fma":
+            formula = "({0} * {1} + {2})"
+        code.write(i, i.name(0), TYPES[kind], formula.format(*code.values(operands, TYPES[kind]), K=TYPES[kind]))
 
 
-def _bits(code: BlockCode, i: Instruction, symbol: str) -> None:
-    kind = TYPES[i.type]
-    a, b = code.values([i.name(1), i.name(2)], kind)
-    code.write(i, i.name(0), kind, f"{a} {symbol} {b}")
+def _widened(code: BlockCode, operand: str, kind: str) -> str:
+    """Return an expression for a 16-bit number as float32."""
+    if kind == "f16":
+        return f"{code.array(operand, 'f2')}.astype(f4)"
+    return f"N.from_bf16({code.array(operand, 'u2')})"
 
 
-def _invert(code: BlockCode, i: Instruction) -> None:
-    kind = TYPES[i.type]
-    code.write(i, i.name(0), kind, f"~{code.array(i.name(1), kind)}")
+def _multiply(code: BlockCode, i: Instruction) -> None:
+    """Translate mul and mad: of floats, or the lower half, the upper half or all of a product of integers."""
+    part, kind = i.parts[1], TYPES[i.type]
+    if part == "wide":
+        wide = f"{kind[0]}{2 * int(kind[1])}"
+        product = f"{code.array(i.name(1), kind)}.astype({wide}) * {code.value(i.name(2), kind)}.astype({wide})"
+        if i.op == "mad":
+            product += f" + {code.value(i.name(3), wide)}"
+        code.write(i, i.name(0), wide, product)
+    elif part == "hi" and i.op == "mul":
+        code.write(i, i.name(0), kind, f"N.mul_hi({code.array(i.name(1), kind)}, {code.array(i.name(2), kind)})")
+    elif part == "hi":
+        raise NotModelledError(i.text)
+    else:
+        _compute(code, i)
 
 
 def _shift(code: BlockCode, i: Instruction, symbol: str) -> None:
@@ -186,22 +163,6 @@ def _funnel_shift(code: BlockCode, i: Instruction) -> None:
     code.write(i, i.name(0), "u4", f"N.funnel_shift({arguments}, {i.parts[1]!r}, {i.parts[2]!r})")
 
 
-def _extract_field(code: BlockCode, i: Instruction) -> None:
-    kind = TYPES[i.type]
-    place = f"{code.array(i.name(2), 'u4')}, {code.array(i.name(3), 'u4')}"
-    code.write(i, i.name(0), kind, f"N.bfe({code.array(i.name(1), kind)}, {place})")
-
-
-def _permute_bytes(code: BlockCode, i: Instruction) -> None:
-    if len(i.parts) > 2:
-        raise NotModelledError(i.text)
-    _by_function(code, i, "N.prmt", "u4", 3)
-
-
-def _count_bits(code: BlockCode, i: Instruction) -> None:
-    code.write(i, i.name(0), "u4", f"np.bitwise_count({code.array(i.name(1), TYPES[i.type])}).astype(u4)")
-
-
 def _move(code: BlockCode, i: Instruction) -> None:
     kind = TYPES[i.type]
     if isinstance(i.operands[0], list):
@@ -210,7 +171,7 @@ def _move(code: BlockCode, i: Instruction) -> None:
         parts = i.operands[1]
         size = int(kind[1]) // len(parts)
         values = ", ".join(code.array(part, f"u{size}") for part in parts)
-        code.write(i, i.name(0), _unsigned(kind), f"N.join({kind[1]}, {values})")
+        code.write(i, i.name(0), f"u{kind[1:]}", f"N.join({kind[1]}, {values})")
     else:
         target, source = i.name(0), i.name(1)
         if source in code.program.accumulators:
@@ -226,7 +187,7 @@ def _split_register(code: BlockCode, i: Instruction, kind: str) -> None:
     """Move the parts of a register to registers of their own."""
     names = i.names(0)
     part = f"u{int(kind[1]) // len(names)}"
-    whole = code.array(i.name(1), _unsigned(kind))
+    whole = code.array(i.name(1), f"u{kind[1:]}")
     parts = code.assign(f"np.ascontiguousarray({whole}).view({part}).reshape(-1, {len(names)})")
     for place, name in enumerate(names):
         code.write(i, name, part, f"np.ascontiguousarray({parts}[:, {place}])")
@@ -257,7 +218,7 @@ def _comparison(name: str, a: str, b: str, is_float: bool) -> str:
         return f"~({a} {_UNORDERED[name]} {b})"
     if name == "ne" and is_float:
         return is_unequal
-    return f"({a} {(_COMPARISONS | _UNSIGNED_COMPARISONS)[name]} {b})"
+    return f"({a} {_COMPARISONS[name]} {b})"
 
 
 def _compare(code: BlockCode, i: Instruction) -> None:
@@ -277,7 +238,7 @@ def _compare(code: BlockCode, i: Instruction) -> None:
         a, b = (f"N.from_bf16({code.array(operand, 'u2')})" for operand in operands)
     else:
         a, b = code.values(operands, TYPES[kind])
-    result = _comparison(name, a, b, kind in _FLOATS)
+    result = _comparison(name, a, b, kind in _FLOAT_TYPES)
     if combinations:
         symbol = {"and": "&", "or": "|", "xor": "^"}[combinations[0]]
         other = i.name(3)
@@ -294,7 +255,7 @@ def _compare(code: BlockCode, i: Instruction) -> None:
 def _convert(code: BlockCode, i: Instruction) -> None:
     target, source = [part for part in i.parts[1:] if part in TYPES or part in (*_FLOAT8_PAIRS, "tf32")][:2]
     rounding = next((part for part in i.parts if part in _ROUNDINGS), "")
-    operands = [i.name(index) for index in range(1, len(i.operands))]
+    operands = _operands(i)
     if "relu" in i.parts or "sat" in i.parts:
         raise NotModelledError(i.text)
     if target in ("bf16x2", "f16x2") and source == "f32":
@@ -323,12 +284,12 @@ def _convert(code: BlockCode, i: Instruction) -> None:
 
 def _converted_number(i: Instruction, number: str, source: str, target: str, rounding: str) -> str:
     """Return an expression for one number in another type."""
-    is_float = source in _FLOATS
+    is_float = source in _FLOAT_TYPES
     kind = TYPES[target]
     if target == "bf16":
         _only_nearest(i, rounding)
         return f"N.to_bf16({number}.astype(f4))"
-    if target in _FLOATS:
+    if target in _FLOAT_TYPES:
         if rounding in _TO_WHOLE:
             result = f"{_TO_WHOLE[rounding]}({number}).astype({kind})"
         elif rounding == "rz" and (source, target) == ("f32", "f16"):
@@ -348,36 +309,12 @@ def _only_nearest(i: Instruction, rounding: str) -> None:
         raise NotModelledError(i.text)
 
 
-ARITHMETIC: dict[str, Translate] = {
-    "add": partial(_binary, symbol="+"),
-    "sub": partial(_binary, symbol="-"),
+ARITHMETIC: dict[str, Translate] = dict.fromkeys(_INTEGERS.keys() | _FLOATS.keys(), _compute) | {
     "mul": _multiply,
-    "mad": _multiply_add,
-    "fma": _fused_multiply_add,
-    "div": _divide,
-    "rem": lambda code, i: _by_function(code, i, "N.rem", TYPES[i.type], 2),
-    "max": partial(_extreme, ignores_nan="np.fmax", keeps_nan="np.maximum"),
-    "min": partial(_extreme, ignores_nan="np.fmin", keeps_nan="np.minimum"),
-    "neg": partial(_unary, formula="(-{0})"),
-    "abs": partial(_unary, formula="np.abs({0})"),
-    "sqrt": partial(_unary, formula="np.sqrt({0})"),
-    "rsqrt": partial(_unary, formula="({F}(1) / np.sqrt({0}))"),
-    "rcp": partial(_unary, formula="({F}(1) / {0})"),
-    "ex2": partial(_unary, formula="np.exp2({0})"),
-    "lg2": partial(_unary, formula="np.log2({0})"),
-    "sin": partial(_unary, formula="np.sin({0})"),
-    "cos": partial(_unary, formula="np.cos({0})"),
-    "tanh": partial(_unary, formula="np.tanh({0})"),
-    "and": partial(_bits, symbol="&"),
-    "or": partial(_bits, symbol="|"),
-    "xor": partial(_bits, symbol="^"),
-    "not": _invert,
+    "mad": _multiply,
     "shl": partial(_shift, symbol="<<"),
     "shr": partial(_shift, symbol=">>"),
     "shf": _funnel_shift,
-    "bfe": _extract_field,
-    "prmt": _permute_bytes,
-    "popc": _count_bits,
     "mov": _move,
     "cvta": _convert_address,
     "selp": _select,

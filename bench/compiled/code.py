@@ -25,7 +25,6 @@ END = 1 << 30  # the block behind the last one
 
 _SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid|laneid|warpid|clock64|globaltimer)(\.[xyz])?$")
 _SPECIAL_64 = ("clock64", "globaltimer")
-_NAMES = re.compile(r"[%A-Za-z_$][\w$.~]*")
 _ADDRESS = re.compile(r"\[\s*([%\w$.~]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 
@@ -34,13 +33,15 @@ class Program:
     """What the code of all blocks shares.
 
     numbers: register -> its place in `R`. sites: the instructions; code names an instruction by its place here.
-    accumulators: registers that wgmma writes some time after it was issued.
+    accumulators: registers that wgmma writes some time after it was issued. exposed: registers that some block reads
+    before it writes them.
     """
 
     kernel: Kernel
     numbers: dict[str, int]
     params: dict[str, Param]
     accumulators: list[str] = field(default_factory=list)
+    exposed: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
     sites: list[Instruction] = field(default_factory=list)
     _names: dict[tuple[str, bytes], str] = field(default_factory=dict)
@@ -58,9 +59,6 @@ class Program:
         name = f"C{len(self.constants)}"
         self.constants[name] = value
         return name
-
-    def registers_in(self, text: str) -> list[str]:
-        return [name for name in _NAMES.findall(text) if name in self.numbers]
 
 
 class BlockCode:
@@ -115,6 +113,7 @@ class BlockCode:
             return variables[kind]
         natural = self.natural_type(name)
         if not variables:
+            self.program.exposed.add(name)
             variables[natural] = self.assign(f"R[{self.program.numbers[name]}]")
             if kind == natural:
                 return variables[natural]
@@ -246,18 +245,18 @@ class BlockCode:
             return address
         return f"({address} + {self.program.constant(np.int64(offset).astype(kind))})"
 
-    def stores(self, names: set[str]) -> list[str]:
-        """Return lines that store registers for the blocks that follow."""
+    def store(self) -> None:
+        """Store the registers that the block has changed, if any block reads them before it writes them."""
+        numbers = self.program.numbers
         values = []
-        for name in sorted(names, key=self.program.numbers.__getitem__):
-            values.append((self.program.numbers[name], self.register(name, self.natural_type(name))))
+        for name in sorted(self.written & self.program.exposed, key=numbers.__getitem__):
+            values.append((numbers[name], self.register(name, self.natural_type(name))))
         if not values:
-            return []
-        lines = ["if m is None:"]
-        lines += [f" R[{number}] = {value}" for number, value in values]
-        lines.append("else:")
-        lines += [f" R[{number}] = where(m, {value}, R[{number}])" for number, value in values]
-        return lines
+            return
+        self.add("if m is None:")
+        self.lines += [f" R[{number}] = {value}" for number, value in values]
+        self.add("else:")
+        self.lines += [f" R[{number}] = where(m, {value}, R[{number}])" for number, value in values]
 
 
 SHARED_BASE = 1024  # the address of shared memory

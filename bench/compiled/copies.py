@@ -49,13 +49,11 @@ class AsyncCopies:
 
     def begin(self, address: Array, source: Array, size: int, num_read: Array, mask: Array | None, site: int) -> None:
         """Copy `size` bytes for each thread: `num_read` of them from global memory, and zeros."""
-        chosen, place = self.shared.located(address, size, self.threads.chosen(mask), site)
+        chosen, place = self.shared.placed(address, size, self.threads.chosen(mask), site)
         threads = as_index(chosen, self.threads.total)
         context = self.memory.context
-        if context.counters is not None:
-            reads = self.threads.mask(mask) & (num_read > 0)
-            context.counters.note_global(site, self.threads, source, size, reads)
-            context.counters.note_shared(site, self.threads, address, size, mask)
+        self.memory.count(site, source, size, self.threads.mask(mask) & (num_read > 0))
+        self.shared.count(site, address, size, mask)
         data = np.zeros((self.threads.total, size), np.uint8)
         if (num_read[chosen] > size).any():
             context.fault("cp.async of more bytes than its size", site, "")
@@ -117,5 +115,5 @@ class AsyncCopies:
 def hide(shared: SharedMemory, place: Array, size: int, times: Array, site: int) -> None:
     """Fill the destination of copies with ones, and mark it as not yet there."""
     ones = np.full((len(place), size), 0xFF, np.uint8)
-    shared.note_write(place, ones, times, site, becomes=PENDING)
+    shared.note_write(place, ones, times, shared.say(site), becomes=PENDING)
     shared.rows(size)[place // size] = 0xFF

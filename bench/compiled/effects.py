@@ -81,12 +81,10 @@ def _atomic(code: BlockCode, i: Instruction) -> None:
     for index in range(first_operand + 1, len(i.operands)):
         operands += i.names(index)
     address = code.address(i.name(first_operand), _ADDRESS_TYPES[space])
-    order = ""
-    if space == "global":
-        order = f" {next((part for part in i.parts if part in _ORDERS), 'relaxed')!r},"
+    order = next((part for part in i.parts if part in _ORDERS), "relaxed")
     before = code.assign(
-        f"{_MEMORIES[space]}.atomic({operations[0]!r}, {address}, {kind!r}, {code.arrays(operands, kind)},{order} "
-        f"{code.mask(i)}, {code.site})"
+        f"{_MEMORIES[space]}.atomic({operations[0]!r}, {address}, {kind!r}, {code.arrays(operands, kind)}, "
+        f"{order!r}, {code.mask(i)}, {code.site})"
     )
     if i.op == "atom":
         code.write(i, i.names(0)[0], kind, before)

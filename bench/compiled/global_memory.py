@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from paged.bench.compiled.context import Context
+from paged.bench.compiled.memory import ALIGNMENT, Bytes, Located, Memory
 from paged.bench.compiled.numerics import Array
 from paged.bench.compiled.shadow import BY_ATOMIC, NOBODY, PENDING, CtaOrder, Say, Shadow
-from paged.bench.compiled.threads import CTA_SHIFT, EPOCH_SHIFT, WARP_MASK, Threads, as_index, scattered
+from paged.bench.compiled.threads import CTA_SHIFT, EPOCH_SHIFT, WARP_MASK, Threads
 
-_ALIGNMENT = 128
 _COVERED_LIMIT = 1 << 26  # bytes of storages whose elements are told from the gaps between them
 _MAX_LOGGED = 1 << 16  # reads of a segment that are kept until it is written
-
 
 Complain = Callable[[str, Array], None]
 """Reports addresses with a problem."""
@@ -32,7 +31,7 @@ class Read(NamedTuple):
     say: Say
 
 
-class Segment:
+class Segment(Bytes):
     """The memory of one storage.
 
     start: address of the first byte of `data`, which is aligned. low, high: places of the storage's first byte and of
@@ -43,14 +42,14 @@ class Segment:
         self, storage: torch.UntypedStorage, named: Sequence[tuple[str, torch.Tensor]], order: CtaOrder
     ) -> None:
         address = storage.data_ptr()
-        self.start = address // _ALIGNMENT * _ALIGNMENT
+        self.start = address // ALIGNMENT * ALIGNMENT
         self.low = address - self.start
         self.high = self.low + storage.nbytes()
-        size = -(-self.high // _ALIGNMENT) * _ALIGNMENT
-        self.data: Array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.start))
+        size = -(-self.high // ALIGNMENT) * ALIGNMENT
+        data: Array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.start))
+        super().__init__(data, Shadow(size, order))
         self.names = ", ".join(name for name, _ in named)
         self.covered = self._covered(size, [tensor for _, tensor in named])
-        self.shadow = Shadow(size, order)
         self.is_written = False
         self._reads: list[Read] = []
 
@@ -73,10 +72,6 @@ class Segment:
             return None
         return covered
 
-    def items(self, size: int, count: int) -> Array:
-        """Return the memory as vectors of `count` items of `size` bytes."""
-        return self.data.view(f"u{size}").reshape(-1, count)
-
     def note_read(self, place: Array, size: int, times: Array, say: Say) -> None:
         if self.is_written:
             self.shadow.note_read(place, size, times, say)
@@ -91,20 +86,13 @@ class Segment:
             self.shadow.note_read(*read)
         self._reads.clear()
 
-    def note_write(self, place: Array, data: Array, times: Array, say: Say) -> None:
-        """Note that threads write `data`, [threads, bytes], before the bytes are there."""
+    def begin_write(self) -> None:
         self.note_logged_reads()
         self.is_written = True
-        size = data.shape[1]
 
-        def is_changed() -> Array:
-            return np.asarray(self.data[place[:, None] + np.arange(size)] != data)
-
-        self.shadow.note_write(place, size, times, is_changed, say)
-
-
-Located = tuple[Segment, Array | slice, Array]
-"""A segment, an index of accesses, and the places of their bytes."""
+    def note_write(self, place: Array, rows: Array, times: Array, say: Say, becomes: int | None = None) -> None:
+        self.begin_write()
+        super().note_write(place, rows, times, say, becomes)
 
 
 class GlobalMemory:
@@ -181,27 +169,29 @@ class GlobalMemory:
         return f"{address:#x}: {'; '.join(places)}"
 
 
-class GlobalAccess:
+class GlobalAccess(Memory):
     """Global memory as the threads of a batch see it.
 
     early: threads that may not touch memory yet, because the kernel before may still be running.
     """
 
+    name = "global memory"
+
     def __init__(self, context: Context, threads: Threads, memory: GlobalMemory, waits_for_grid: bool) -> None:
-        self.context, self.threads, self.memory = context, threads, memory
+        super().__init__(context, threads)
+        self.memory = memory
         self.early = np.full(threads.total, waits_for_grid)
 
     def wait_for_grid(self, mask: Array | None) -> None:
         self.early &= ~self.threads.mask(mask)
 
-    def say(self, site: int) -> Say:
-        """Return the function by which the shadow reports faults of an instruction."""
-        return lambda kind, detail, times: self.context.fault(kind, site, f"global memory, {detail}", times)
+    def count(self, site: int, address: Array, size: int, mask: Array | None) -> None:
+        if self.context.counters is not None:
+            self.context.counters.note_global(site, self.threads, address, size, mask)
 
     def located(
         self, address: Array, size: int, mask: Array | None, site: int, verb: str, alignment: int | None = None
     ) -> Iterator[Located]:
-        """Yield segments, the threads that may access `size` bytes there, and the places of these bytes."""
         chosen = self.threads.chosen(mask)
         if self.early.any() and self.early[chosen].any():
             self.context.fault(f"{verb} before griddepcontrol.wait", site, "")
@@ -218,74 +208,17 @@ class GlobalAccess:
 
         return report
 
-    def load(self, address: Array, size: int, count: int, mask: Array | None, site: int) -> list[Array]:
-        """Return `count` items for each thread; threads that load nothing get ones."""
-        if self.context.counters is not None:
-            self.context.counters.note_global(site, self.threads, address, size * count, mask)
-        total = self.threads.total
-        values: list[Array] | None = None
-        for segment, chosen, place in self.located(address, size * count, mask, site, "load"):
-            rows = segment.items(size, count)[place // (size * count)]
-            segment.note_read(place, size * count, self.threads.time[chosen], self.say(site))
-            if values is None:
-                values = [scattered(np.ascontiguousarray(rows[:, item]), chosen, total) for item in range(count)]
-            else:
-                for item in range(count):
-                    values[item][chosen] = rows[:, item]
-        if values is None:
-            ones = np.full(total, (1 << 8 * size) - 1, f"u{size}")
-            values = [ones] * count
-        return values
-
-    def store(self, address: Array, values: Sequence[Array], size: int, mask: Array | None, site: int) -> None:
-        count = len(values)
-        if self.context.counters is not None:
-            self.context.counters.note_global(site, self.threads, address, size * count, mask)
-        for segment, chosen, place in self.located(address, size * count, mask, site, "store"):
-            rows = np.stack([value[chosen] for value in values], 1)
-            segment.note_write(place, rows.view(np.uint8), self.threads.time[chosen], self.say(site))
-            items, index = segment.items(size, count), place // (size * count)
-            items[index] = rows
-            if (items[index] != rows).any():
-                self.context.fault("different values stored to one place at once", site, "global memory")
-
-    def atomic(
-        self,
-        operation: str,
-        address: Array,
-        kind: str,
-        values: Sequence[Array],
-        order: str,
-        mask: Array | None,
-        site: int,
-    ) -> Array:
-        """Apply an atomic operation for one thread after the other, in a random order; return what was there before."""
-        dtype = np.dtype(kind)
-        result = np.zeros(self.threads.total, dtype)
-        for segment, chosen, place in self.located(address, dtype.itemsize, mask, site, "atomic"):
-            segment.note_logged_reads()
-            segment.is_written = True
-            cells = segment.data.view(dtype)
-            threads = as_index(chosen, self.threads.total)
-            for index in self.context.random.permutation(len(threads)):
-                thread, first = int(threads[index]), int(place[index])
-                self._order_atomic(segment, thread, first, order, site)
-                cell = first // dtype.itemsize
-                result[thread] = cells[cell]
-                cells[cell] = combined(operation, cells[cell], [value[thread] for value in values])
-                segment.shadow.written[first : first + dtype.itemsize] = atomic_time(int(self.threads.time[thread]))
-        return result
-
-    def _order_atomic(self, segment: Segment, thread: int, first: int, order: str, site: int) -> None:
+    def order_atomic(self, memory: Bytes, place: int, time: int, order: str, site: int) -> None:
         """Check an atomic's cell, and note what its release and its acquisition order."""
-        time, before = int(self.threads.time[thread]), int(segment.shadow.written[first])
-        known = self.memory.order
+        assert isinstance(memory, Segment)
+        memory.begin_write()
+        before, known = int(memory.shadow.written[place]), self.memory.order
         if before not in (NOBODY, PENDING, time) and before & WARP_MASK != BY_ATOMIC:
             is_same_epoch = before >> EPOCH_SHIFT == time >> EPOCH_SHIFT
             is_other_cta = before >> CTA_SHIFT != time >> CTA_SHIFT
             if is_same_epoch or (is_other_cta and not known.is_over(before, time)):
-                self.context.fault("race: atomic after write", site, "global memory")
-        cell = segment.start + first
+                self.context.fault("race: atomic after write", site, self.name)
+        cell = memory.start + place
         if order in ("acq_rel", "release"):
             known.release(cell, time)
         if order in ("acq_rel", "acquire"):
@@ -299,16 +232,3 @@ def composed(outer: Array | slice, inner: Array | slice) -> Array | slice:
     if isinstance(outer, slice):
         return inner
     return outer[inner]
-
-
-def atomic_time(time: int) -> int:
-    return time & ~WARP_MASK | BY_ATOMIC
-
-
-def combined(operation: str, old: Array, values: Sequence[Array]) -> Array:
-    """Return what an atomic leaves behind."""
-    if operation == "add":
-        return old + values[0]
-    if old == values[0]:  # "cas"
-        return values[1]
-    return old

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Array = npt.NDArray[Any]
 
 _ROUND: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-_FLOAT8_LARGEST = {"e4m3": 126, "e5m2": 123}  # the code of the largest finite number
+_FLOAT8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _FLOAT8_NAN = 127
 
 
@@ -28,10 +29,9 @@ def from_bf16(bits: Array) -> Array:
 
 
 def to_bf16(a: Array) -> Array:
-    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
-    last_kept = (bits >> np.uint32(16)) & np.uint32(1)
-    rounded = (bits + np.uint32(0x7FFF) + last_kept) >> np.uint32(16)
-    return np.where(np.isnan(a), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    bits = torch.from_numpy(np.ascontiguousarray(a)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    bits[np.isnan(a)] = 0x7FFF
+    return bits
 
 
 def unpack_bf16(pair: Array) -> tuple[Array, Array]:
@@ -72,37 +72,22 @@ def to_tf32(a: Array) -> Array:
     return np.where(np.isnan(a), np.uint32(0x7FFFFFFF), rounded)
 
 
-def _float8_values(exponent_bits: int, mantissa_bits: int, bias: int) -> Array:
-    """Return the value of each of 256 codes, infinities and NaN left to the caller."""
-    codes = np.arange(128)
-    exponent, mantissa = codes >> mantissa_bits, codes & ((1 << mantissa_bits) - 1)
-    fraction = mantissa / 2.0**mantissa_bits
-    subnormal = fraction * 2.0 ** (1 - bias)
-    normal = (1 + fraction) * 2.0 ** (exponent - bias)
-    positive = np.where(exponent == 0, subnormal, normal)
-    assert exponent.max() == (1 << exponent_bits) - 1
-    return np.concatenate([positive, -positive]).astype(np.float32)
+def _float8_values(dtype: torch.dtype) -> Array:
+    """Return the value of each of 256 codes."""
+    values: Array = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    return values
 
 
-FLOAT8 = {"e4m3": _float8_values(4, 3, 7), "e5m2": _float8_values(5, 2, 15)}
-FLOAT8["e4m3"][[127, 255]] = np.nan
-FLOAT8["e5m2"][[124, 252]] = np.inf, -np.inf
-FLOAT8["e5m2"][[125, 126, 127, 253, 254, 255]] = np.nan
+FLOAT8 = {kind: _float8_values(dtype) for kind, dtype in _FLOAT8_DTYPES.items()}
 
 
 def to_float8(a: Array, kind: str) -> Array:
     """Return the nearest codes, ties to even; numbers beyond the largest finite one become that one."""
-    largest = _FLOAT8_LARGEST[kind]
-    values = FLOAT8[kind][: largest + 1].astype(np.float64)
-    size = np.abs(a).astype(np.float64)
-    above = np.clip(np.searchsorted(values, size), 1, largest)
-    middle = (values[above - 1] + values[above]) / 2
-    takes_above = (size > middle) | ((size == middle) & (above % 2 == 0))
-    code = np.where(takes_above, above, above - 1)
-    code = np.where(size >= values[largest], largest, code)
-    code = np.where(np.isnan(a), _FLOAT8_NAN, code)
-    sign = np.where(np.signbit(a) & ~np.isnan(a), 128, 0)
-    return (code | sign).astype(np.uint8)
+    dtype = _FLOAT8_DTYPES[kind]
+    largest = torch.finfo(dtype).max
+    codes = torch.from_numpy(np.clip(a, -largest, largest)).to(dtype).view(torch.uint8).numpy()
+    codes[np.isnan(a)] = _FLOAT8_NAN
+    return codes
 
 
 def pack_float8(low: Array, high: Array, kind: str) -> Array:
@@ -182,7 +167,7 @@ def bfe(a: Array, start: Array, length: Array) -> Array:
 def prmt(a: Array, b: Array, selector: Array) -> Array:
     """Return a word of four bytes that a selector chooses out of eight."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    word = np.zeros(a.shape, np.uint32)
+    word = np.zeros(np.broadcast_shapes(both.shape, selector.shape), np.uint32)
     for position in range(4):
         choice = (selector >> np.uint32(4 * position)) & np.uint32(15)
         shift = np.uint64(8) * (choice & np.uint32(7)).astype(np.uint64)

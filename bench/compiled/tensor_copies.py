@@ -97,7 +97,7 @@ class TensorCopies:
         self._barriers: dict[tuple[int, int], _Barrier] = {}
 
     def _located(self, address: Array, size: int, mask: Array | None, site: int) -> Array:
-        chosen, _ = self.shared.located(address, size, self.threads.chosen(mask), site)
+        chosen, _ = self.shared.placed(address, size, self.threads.chosen(mask), site)
         return as_index(chosen, self.threads.total)
 
     def _barrier(self, thread: int, address: Array, site: int, verb: str) -> _Barrier:

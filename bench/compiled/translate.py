@@ -1,7 +1,8 @@
 """Translate a PTX kernel to Python: a function for each basic block, over arrays with a number for each thread.
 
 A function takes the registers, the `batch.Batch` and the mask of threads, and returns the block that follows, or a
-condition and the blocks for threads where it is true and false. It stores only registers that later blocks read.
+condition and the blocks for threads where it is true and false. It stores only registers that some block reads before
+it writes them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ from paged.bench.compiled.ptx import Block, Instruction, Kernel
 
 _TRANSLATE = ARITHMETIC | EFFECTS
 _BRANCHES = ("bra", "ret", "exit")
-# Instructions whose first operand is no result.
-_NO_RESULT = {"st", "bra", "ret", "exit", "bar", "red", "membar", "fence", "stmatrix", "griddepcontrol", "cp"}
-_NO_RESULT_MBARRIER = ("init", "inval")
 
 
 class Translation:
@@ -35,15 +33,18 @@ class Translation:
         self.text = text
         self.kernel = ptx.read(text)
         self.program = _program(self.kernel)
-        live = _live_after(self.kernel, self.program)
-        names, lines = [], []
-        for block in self.kernel.blocks:
+        codes = [(BlockCode(self.program), block) for block in self.kernel.blocks]
+        following = [_translate(code, self.kernel, block) for code, block in codes]
+        names, texts = [], []
+        for (code, block), expression in zip(codes, following, strict=True):
+            code.store()
+            code.add(f"return {expression}")
             names.append(f"block_{block.index}")
-            lines.append(_function(self.kernel, self.program, block, live[block.index]))
-        self.python = "\n".join(lines)
+            texts.append(f"def block_{block.index}(R, B, m):\n " + "\n ".join(code.lines))
+        self.python = "\n".join(texts)
         scope = {"np": np, "N": numerics, "where": np.where, **self.program.constants}
-        for code, dtype in DTYPES.items():
-            scope[code] = dtype.type
+        for kind, dtype in DTYPES.items():
+            scope[kind] = dtype.type
         exec(compile(self.python, f"<{self.kernel.name}>", "exec"), scope)
         self.functions: list[Callable[..., Any]] = [scope[name] for name in names]
         self.sites = self.program.sites
@@ -63,22 +64,20 @@ def _program(kernel: Kernel) -> Program:
     return program
 
 
-def _function(kernel: Kernel, program: Program, block: Block, live: set[str]) -> str:
-    """Return the Python text of a block's function. live: registers that later blocks read."""
-    code = BlockCode(program)
+def _translate(code: BlockCode, kernel: Kernel, block: Block) -> str:
+    """Translate a block, and return the expression for the block that follows."""
     following = str(block.index + 1)
     for i in block.instructions:
-        code.site = len(program.sites)
-        program.sites.append(i)
+        code.site = len(code.program.sites)
+        code.program.sites.append(i)
         if i.op in _BRANCHES:
             following = _following(code, i, kernel, block.index + 1)
-        elif i.op in _TRANSLATE:
+            continue
+        try:
             _TRANSLATE[i.op](code, i)
-        else:
-            raise NotModelledError(i.text)
-    code.lines += code.stores(code.written & live)
-    code.add(f"return {following}")
-    return f"def block_{block.index}(R, B, m):\n " + "\n ".join(code.lines)
+        except KeyError as error:  # an instruction, a type or a comparison that no table has
+            raise NotModelledError(i.text) from error
+    return following
 
 
 def _following(code: BlockCode, i: Instruction, kernel: Kernel, otherwise: int) -> str:
@@ -92,67 +91,3 @@ def _following(code: BlockCode, i: Instruction, kernel: Kernel, otherwise: int) 
     if i.is_negated:
         condition = f"~{condition}"
     return f"({condition}, {target}, {otherwise})"
-
-
-def _live_after(kernel: Kernel, program: Program) -> list[set[str]]:
-    """Return for each block the registers that blocks behind it read before they write them."""
-    reads, writes = [], []
-    for block in kernel.blocks:
-        read, written = set[str](), set[str]()
-        for i in block.instructions:
-            results, operands = _registers_of(i, program)
-            read |= operands - written
-            written |= results
-        reads.append(read)
-        writes.append(written)
-    live_before = [set(read) for read in reads]
-    live_after: list[set[str]] = [set() for _ in kernel.blocks]
-    is_changed = True
-    while is_changed:
-        is_changed = False
-        for block in reversed(kernel.blocks):
-            after = set[str]()
-            for successor in _successors(kernel, block):
-                after |= live_before[successor]
-            before = reads[block.index] | (after - writes[block.index])
-            if after != live_after[block.index] or before != live_before[block.index]:
-                live_after[block.index], live_before[block.index] = after, before
-                is_changed = True
-    return live_after
-
-
-def _registers_of(i: Instruction, program: Program) -> tuple[set[str], set[str]]:
-    """Return the registers that an instruction writes and reads. A guarded one also reads what it may leave."""
-    results: set[str] = set()
-    operands = list(i.operands)
-    is_product = i.op == "wgmma" and i.parts[1] == "mma_async"
-    has_result = i.op not in _NO_RESULT and (i.op != "wgmma" or is_product)
-    if i.op == "mbarrier" and i.parts[1] in _NO_RESULT_MBARRIER:
-        has_result = False
-    if has_result and operands:
-        for text in i.names(0):
-            results.update(program.registers_in(text))
-        operands = operands[1:]
-    read: set[str] = set()
-    for operand in operands:
-        for text in operand if isinstance(operand, list) else [operand]:
-            read.update(program.registers_in(text))
-    if i.parts[:2] == ["wgmma", "wait_group"]:
-        results |= set(program.accumulators)
-    if i.op == "wgmma":
-        read |= results
-    if i.predicate:
-        read |= {i.predicate, *results}
-    return results, read
-
-
-def _successors(kernel: Kernel, block: Block) -> list[int]:
-    successors = []
-    last = None
-    if block.instructions:
-        last = block.instructions[-1]
-    if last is not None and last.op == "bra":
-        successors.append(kernel.labels[last.name(0)])
-    if last is None or last.op not in _BRANCHES or last.predicate:
-        successors.append(block.index + 1)
-    return [index for index in successors if index < len(kernel.blocks)]

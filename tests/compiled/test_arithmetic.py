@@ -3,11 +3,9 @@
 import math
 import struct
 
-import numpy as np
 import pytest
 import torch
 
-from paged.bench.compiled import numerics
 from tests.compiled.ptx_program import run
 
 _PLACES = """
@@ -139,6 +137,7 @@ def test_division(kind: str) -> None:
         ),
         ("abs.f32 %r3, %r1;", lambda a, _: a.abs()),
         ("neg.f32 %r3, %r1;", lambda a, _: -a),
+        ("max.f32 %r3, %r1, %r2, 0f40000000;", lambda a, b: torch.fmax(torch.fmax(a, b), torch.tensor(2.0))),
         ("cvt.rn.bf16x2.f32 %r3, %r1, %r2;", lambda a, b: torch.stack([b, a], 1).bfloat16()),
         ("cvt.rn.f16x2.f32 %r3, %r1, %r2;", lambda a, b: torch.stack([b, a], 1).half()),
         ("cvt.rn.bf16.f32 %rs1, %r1; cvt.f32.bf16 %r3, %rs1;", lambda a, _: a.bfloat16().float()),
@@ -177,16 +176,25 @@ def test_whole_numbers_of_floats() -> None:
     assert [_signed(word) for word in got] == [2, -2, 2**31 - 1, -(2**31), 0]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
-def test_eight_bit_floats(kind: str, dtype: torch.dtype) -> None:
-    values = torch.from_numpy(numerics.FLOAT8[kind].copy())
-    want = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-    assert ((values == want) | (values.isnan() & want.isnan())).all()
-    limit = torch.finfo(dtype).max
-    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    halves = torch.cat([halves[halves.isfinite()], torch.tensor([1e9, -1e9])])
-    codes = numerics.to_float8(halves.numpy(), kind)
-    assert np.array_equal(codes, halves.clamp(-limit, limit).to(dtype).view(torch.uint8).numpy())
+@pytest.mark.parametrize(
+    ("kind", "codes"),
+    [
+        # 1, the largest number, beyond it, infinity, half of the smallest (a tie), 1.5 of it (a tie), a tie, NaN
+        ("e4m3", [0x38, 0x7E, 0x7E, 0xFE, 0x00, 0x02, 0x38, 0x7F]),
+        ("e5m2", [0x3C, 0x7B, 0x7B, 0xFB, 0x00, 0x02, 0x3C, 0x7F]),
+    ],
+)
+def test_eight_bit_floats(kind: str, codes: list[int]) -> None:
+    largest, smallest, step = {"e4m3": (448.0, 2.0**-9, 2.0**-3), "e5m2": (57344.0, 2.0**-16, 2.0**-2)}[kind]
+    values = [1.0, largest, 1.07 * largest, -math.inf, smallest / 2, 1.5 * smallest, 1 + step / 2, math.nan]
+    code = f"cvt.rn.satfinite.{kind}x2.f32 %rs1, %r2, %r1; cvt.u32.u16 %r3, %rs1;"
+    got = _computed(code, [(_bits(value), _bits(1.0)) for value in values])
+    assert got == [codes[0] << 8 | low for low in codes]
+    back = (
+        f"cvt.u16.u32 %rs1, %r1; cvt.rn.f16x2.{kind}x2 %r4, %rs1; mov.b32 {{%rs1, %rs2}}, %r4; cvt.f32.f16 %r3, %rs1;"
+    )
+    exact = {codes[0]: 1.0, codes[1]: largest, 0x80 | codes[1]: -largest, 0x01: smallest}
+    assert _computed(back, [(low, 0) for low in exact]) == [_bits(value) for value in exact.values()]
 
 
 def test_a_warp_exchanges_values() -> None:
