@@ -32,6 +32,3 @@ class Context:
         i = self.sites[site]
         text = f"{detail} [PTX line {i.line}: {i.text}]".strip()
         self.report.add(Fault(kind, self.kernel, i.source), text, times)
-
-    def launch_fault(self, kind: str, detail: str) -> None:
-        self.report.add(Fault(kind, self.kernel), detail)

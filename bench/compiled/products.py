@@ -76,10 +76,9 @@ def mma(a: Array, b: Array, sums: Array) -> Array:
 
 @dataclass
 class _Pending:
-    """A register that wgmma writes: its value, the threads it has not reached, and the group of each."""
+    """Registers that a wgmma writes: their values, [threads, registers], and the group of each thread, or 0."""
 
-    value: Array
-    is_pending: Array
+    values: Array
     group: Array
 
 
@@ -126,13 +125,13 @@ class WarpgroupProducts:
     def __init__(self, context: Context, threads: Threads, shared: SharedMemory) -> None:
         self.context, self.threads, self.shared = context, threads, shared
         self.committed = np.zeros(threads.total, np.int64)
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[tuple[int, ...], _Pending] = {}  # by the registers' numbers
         self._operands: list[_Operands] = []
 
     def begin(
         self,
         kind: WgmmaKind,
-        registers: Sequence[int],
+        registers: tuple[int, ...],
         held: Sequence[Array],
         a: Array | Sequence[Array],
         b: Array,
@@ -149,8 +148,14 @@ class WarpgroupProducts:
         groups = active.reshape(-1, _GROUP_SIZE)
         if (groups.any(1) != groups.all(1)).any():
             raise StoppedError("part of a warpgroup in wgmma", "")
-        before = [self._latest(number, value) for number, value in zip(registers, held, strict=True)]
-        results = [value.copy() for value in before]
+        for others in self._pending:
+            if others != registers and set(others) & set(registers):
+                raise NotModelledError("accumulators of two instructions in flight that overlap in part")
+        before, group_before = np.stack(held, 1), np.zeros(self.threads.total, np.int64)
+        if registers in self._pending:
+            group_before = self._pending[registers].group
+            before = np.where(group_before[:, None] > 0, self._pending[registers].values, before)
+        values = before.copy()
         dtype = _SUMS[kind.sum_type]
         for group in np.flatnonzero(groups.any(1)):
             first = int(group) * _GROUP_SIZE
@@ -163,27 +168,11 @@ class WarpgroupProducts:
             columns = self._read(int(b[first]), kind.num_columns, kind, kind.is_transposed[1], operands)
             product = (kind.sign * (rows @ columns.T)).astype(dtype)
             sums = _by_register(product)
-            for place, result in enumerate(results):
-                values = np.ascontiguousarray(sums[:, place])
-                if adds[first]:
-                    values = values + before[place][chosen].view(dtype)
-                result[chosen] = values.view(np.uint32)
+            if adds[first]:
+                sums = sums + before[chosen].view(dtype)
+            values[chosen] = sums.view(np.uint32)
             self._operands.append(operands)
-        group_of = np.where(active, self.committed + 1, 0)
-        for number, result in zip(registers, results, strict=True):
-            pending = self._pending.get(number)
-            if pending is None or mask is None:
-                self._pending[number] = _Pending(result, active, group_of)
-            else:
-                value, group_before = np.where(active, result, pending.value), np.where(active, group_of, pending.group)
-                self._pending[number] = _Pending(value, active | pending.is_pending, group_before)
-
-    def _latest(self, number: int, held: Array) -> Array:
-        """Return a register as the matrix unit sees it."""
-        pending = self._pending.get(number)
-        if pending is None:
-            return held
-        return np.where(pending.is_pending, pending.value, held)
+        self._pending[registers] = _Pending(values, np.where(active, self.committed + 1, group_before))
 
     def commit(self, mask: Array | None) -> None:
         self.committed += self.threads.mask(mask)
@@ -199,13 +188,14 @@ class WarpgroupProducts:
                 unread.append(operands)
         self._operands = unread
         arrived = {}
-        for number, pending in list(self._pending.items()):
-            is_done = waits & pending.is_pending & (pending.group <= last)
+        for registers, pending in list(self._pending.items()):
+            is_done = waits & (pending.group > 0) & (pending.group <= last)
             if is_done.any():
-                arrived[number] = pending.value, is_done
-                pending.is_pending = pending.is_pending & ~is_done
-                if not pending.is_pending.any():
-                    del self._pending[number]
+                for place, number in enumerate(registers):
+                    arrived[number] = np.ascontiguousarray(pending.values[:, place]), is_done
+                pending.group = np.where(is_done, 0, pending.group)
+                if not pending.group.any():
+                    del self._pending[registers]
         return arrived
 
     def _check_unchanged(self, operands: _Operands) -> None:
@@ -222,7 +212,7 @@ class WarpgroupProducts:
 
     def check_copied(self, number: int, site: int) -> None:
         """Report a move of an accumulator that has not been waited for."""
-        if number in self._pending:
+        if any(number in registers for registers in self._pending):
             self.context.fault("copy of an accumulator in flight", site, "")
 
     def _read(self, descriptor: int, num_rows: int, kind: WgmmaKind, is_transposed: bool, operands: _Operands) -> Array:
