@@ -393,7 +393,7 @@ CARDS = (
         cost=_scored_keys_cost,
         rows=(Row(_INDEXED),),
         edges=(
-            Edge("", partial(_scored_keys_option, is_packed=False)),
+            Edge("mixed batch", partial(_scored_keys_option, is_packed=False)),
             Edge("e4m3", partial(_scored_keys_option, is_packed=True)),
         ),
         odd={"lengths": _ODD_LENGTHS, "heads": (1, 5), "dim": (32, 16), "top_k": (1, 7), "is_packed": (False,)},

@@ -81,6 +81,8 @@ def test_every_row_is_right(backend: str, capsys: pytest.CaptureFixture[str], mo
 
 def test_every_public_kernel_is_checked() -> None:
     assert "paged_attention" in OPERATIONS
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
     assert set(OPERATIONS) <= {check.name.partition(".")[0] for check in CHECKS if check.is_quick}
 
 
