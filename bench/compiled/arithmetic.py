@@ -33,6 +33,7 @@ _INTEGERS = {
     "not": "~{0}",
     "bfe": "N.bfe({0}, {1}, {2})",
     "prmt": "N.prmt({0}, {1}, {2})",
+    "cvta": "{0}",
     "popc": "np.bitwise_count({0}).astype({K})",
 }
 _WRAPPING = ("add", "sub", "mul", "mad")  # signed or not, the bits are the same
@@ -176,11 +177,7 @@ def _move(code: BlockCode, i: Instruction) -> None:
         target, source = i.name(0), i.name(1)
         if source in code.program.accumulators:
             code.add(f"B.check_copied_accumulator({code.program.numbers[source]}, {code.site})")
-        is_plain = code.is_register(source) and code.natural_type(source) == code.natural_type(target)
-        if is_plain and not i.predicate:
-            code.copy(source, target)
-        else:
-            code.write(i, target, kind, code.array(source, kind))
+        code.write(i, target, kind, code.array(source, kind))
 
 
 def _split_register(code: BlockCode, i: Instruction, kind: str) -> None:
@@ -191,10 +188,6 @@ def _split_register(code: BlockCode, i: Instruction, kind: str) -> None:
     parts = code.assign(f"np.ascontiguousarray({whole}).view({part}).reshape(-1, {len(names)})")
     for place, name in enumerate(names):
         code.write(i, name, part, f"np.ascontiguousarray({parts}[:, {place}])")
-
-
-def _convert_address(code: BlockCode, i: Instruction) -> None:
-    code.write(i, i.name(0), "u8", code.array(i.name(1), "u8"))
 
 
 def _select(code: BlockCode, i: Instruction) -> None:
@@ -309,14 +302,14 @@ def _only_nearest(i: Instruction, rounding: str) -> None:
         raise NotModelledError(i.text)
 
 
-ARITHMETIC: dict[str, Translate] = dict.fromkeys(_INTEGERS.keys() | _FLOATS.keys(), _compute) | {
+ARITHMETIC: dict[str, Translate] = {
+    **dict.fromkeys([*_INTEGERS, *_FLOATS], _compute),
     "mul": _multiply,
     "mad": _multiply,
     "shl": partial(_shift, symbol="<<"),
     "shr": partial(_shift, symbol=">>"),
     "shf": _funnel_shift,
     "mov": _move,
-    "cvta": _convert_address,
     "selp": _select,
     "setp": _compare,
     "cvt": _convert,

@@ -195,13 +195,6 @@ class BlockCode:
         self._variables[name] = {kind: variable}
         self.written.add(name)
 
-    def copy(self, source: str, target: str) -> None:
-        """Let a register hold what another one holds, in the same variables."""
-        self.register(source, self.natural_type(source))
-        self._elements.pop(target, None)
-        self._variables[target] = dict(self._variables[source])
-        self.written.add(target)
-
     def write_elements(self, names: list[str], matrix: str, kind: str) -> None:
         """Give registers the elements of a matrix product, which stays one array until a register is read."""
         for place, name in enumerate(names):
