@@ -23,20 +23,20 @@ from tests.tolerance import DTYPES
 CPU = torch.device("cpu")
 
 
-def problems(card: Card, dtype: torch.dtype, *, is_quick: bool) -> Iterator[Arguments]:
-    """Draw every row and edge of a card that a quick verify has, or all others."""
+def quick_problems(card: Card, dtype: torch.dtype) -> Iterator[Arguments]:
+    """Draw every row and edge of a card that a quick verify has; `test_every_row_is_right` has all."""
     draw = Draw(CPU, dtype)
     for row in card.rows:
-        if row.is_quick == is_quick:
+        if row.is_quick:
             yield card.problem(row, "check", CPU, dtype)
     for edge in card.edges:
-        if edge.is_quick == is_quick:
+        if edge.is_quick:
             yield from edge.problems(draw)
 
 
-def assert_below_half(operation: str, dtype: torch.dtype, *, is_quick: bool) -> None:
+def assert_below_half(operation: str, dtype: torch.dtype) -> None:
     card = CARDS[operation]
-    for arguments in problems(card, dtype, is_quick=is_quick):
+    for arguments in quick_problems(card, dtype):
         for name, result in card.check(arguments).items():
             assert not result.got.numel() or result.shares().max() < 0.5, name
 
@@ -53,26 +53,18 @@ def test_sums_of_few_terms_are_bounded_for_certain() -> None:
     assert gamma(3600) == 360 * 2.0**-24
 
 
+@needs_numba
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", CARDS)
-@pytest.mark.parametrize("backend", ["torch", pytest.param("numba", marks=needs_numba)])
-def test_right_results(backend: str, operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", backend)
-    assert_below_half(operation, dtype, is_quick=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("operation", CARDS)
-def test_right_results_of_all_rows(operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGED_BACKEND", "torch")
-    assert_below_half(operation, dtype, is_quick=False)
+def test_right_results_of_numba(operation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    assert_below_half(operation, dtype)
 
 
 @pytest.mark.parametrize("operation", ["merge_attn_states", "rotary_embedding", "gated_delta_rule", "mamba2_scan"])
 def test_right_results_of_triton(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGED_BACKEND", "triton")
-    assert_below_half(operation, torch.bfloat16, is_quick=True)
+    assert_below_half(operation, torch.bfloat16)
 
 
 def _spoiled(arguments: Arguments, name: str, value: float) -> Arguments:
