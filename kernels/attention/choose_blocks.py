@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.latent_cache import check_index_cache, index_parts
-from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor
 from ..core.compat import cdiv, dot, tl, triton
-from ..core.device import use_triton
-from ..core.dtypes import as_kernel_argument, decode_e4m3, has_native_e4m3
+from ..core.device import takes_numba, use_triton
+from ..core.dtypes import decode_e4m3
 from ..core.errors import InvalidInputError, as_int, shown
-from ..core.ids import Sequences, check_sequences
-from ..core.launch import Launch, strides, wait_for_inputs
+from ..core.launch import wait_for_inputs
 from ..core.operation import Run, operation
 from . import latent_definition
-from .choose_keys import index_tile, locate_token
+from .choose_keys import locate_token
+from .index_spans import KEYS_PER_PROGRAM, SpanLaunches, check_index, index_tile, token_spans
 from .latent_definition import block_columns, listed_blocks
-from .plan import AttentionPlan, check_plan
+from .plan import AttentionPlan
 
 # Most ranks of 8 bytes in memory at once, 512 MB. Longer steps take several launches.
 _MAX_RANKS = 1 << 26
-# Keys that a program scores, as in `choose_keys`.
-_KEYS_PER_PROGRAM = 1024
 # Rank of a block that a query does not see. A rank is a score and an id in one number, so that no two are equal.
 _NO_RANK = -(1 << 63)
 _LAST_ID = 2**31 - 1
 REDUCTIONS = ("max", "mean")
+
+
+class BlockRules(NamedTuple):
+    """How blocks are chosen.
+
+    Attributes:
+        num_columns: most blocks of a query, see `block_columns`.
+        block_keys: keys of a chosen block.
+        pool_size: positions of a key.
+        is_mean: whether the score of a block is the mean of its keys' scores, not the largest.
+    """
+
+    top_k: int
+    num_columns: int
+    block_keys: int
+    pool_size: int
+    is_mean: bool
+    local_blocks: int
 
 
 @triton.jit
@@ -231,70 +245,52 @@ def choose_blocks(
         InvalidInputError: a shape, dtype, device or value does not fit.
         UnsupportedError: an argument requires a gradient.
     """
-    check_tensor("q", q, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)
-    num_tokens, num_heads, head_dim = q.shape
-    if not (1 <= num_heads <= 128 and 16 <= head_dim <= 256):
-        raise InvalidInputError(f"q: {num_heads} heads of {head_dim}, expected 1 to 128 of 16 to 256")
-    check_last_dim_contiguous("q", q)
-    if weights is not None:
-        check_tensor("weights", weights, (num_tokens, num_heads), (torch.float32,), q.device)
-        check_last_dim_contiguous("weights", weights)
-    check_index_cache(key_cache, head_dim, q.dtype, q.device)
-    check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
-    check_plan(plan, cu_seqlens_q, seq_lens, 0)
-    num_seqs, top_k = len(seq_lens), as_int("top_k", top_k, 1)
-    size = as_int("chosen_block_size", chosen_block_size, 1, 256)
     pool_size = as_int("pool_size", pool_size, 1, 256)
+    check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size)
+    top_k = as_int("top_k", top_k, 1)
+    size = as_int("chosen_block_size", chosen_block_size, 1, 256)
     if size % pool_size:
         raise InvalidInputError(f"chosen_block_size: {size}, expected a multiple of pool_size {pool_size}")
     local_blocks = as_int("local_blocks", local_blocks, 0, top_k)
     if reduction not in REDUCTIONS:
         raise InvalidInputError(f"reduction: {shown(reduction)}, expected 'max' or 'mean'")
     shape = _shape(q, key_cache, weights, block_table, top_k, size, pool_size, local_blocks)
-    positions_of_block = key_cache.shape[1] * pool_size
-    numbers = num_tokens, len(key_cache), positions_of_block, num_tokens, 1 << 30, 1
-    check_sequences(Sequences(block_table, cu_seqlens_q, seq_lens, *numbers))
-    if not use_triton(q):
+    by_triton = use_triton(q)
+    if not by_triton and not takes_numba(q, key_cache, weights=(weights,)):
         return _run_definition
-    num_lists, most_blocks = shape[1], cdiv(block_table.shape[1] * positions_of_block, size)
-    if num_seqs == 0 or 0 in shape:
+    _, num_lists, num_columns = shape
+    if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    block_n, num_warps = index_tile(q.element_size())
+    most_blocks = cdiv(block_table.shape[1] * key_cache.shape[1] * pool_size, size)
+    spans = token_spans(len(q), num_lists * most_blocks, _MAX_RANKS)
+    if not by_triton:
+        from ..cpu.attention.choose_blocks import bind
+
+        rules = BlockRules(top_k, num_columns, size // pool_size, pool_size, reduction == "mean", local_blocks)
+        return bind(q, key_cache, weights, block_table, rules, spans, most_blocks)
+    block_n, _ = index_tile(q.element_size())
     keys = size // pool_size
     part = min(triton.next_power_of_2(keys), block_n)
     together = block_n // part
-    tiles = max(_KEYS_PER_PROGRAM // (together * keys), 1)
-    key, scales = index_parts(key_cache, head_dim)
-    at_once = min(num_tokens, max(1, _MAX_RANKS // (num_lists * most_blocks)))
-    options = {
-        "num_seqs": num_seqs,
-        "local_blocks": local_blocks,
-        **strides("token head", q=q),
-        **strides("token", weights=weights),
-        **strides("block slot", key=key, scales=scales),
-        **strides("seq", table=block_table),
-        "stride_out_token": num_lists * most_blocks,
-        "stride_out_list": most_blocks,
-        "NUM_HEADS": num_heads,
-        "HEADS_PADDED": max(16, triton.next_power_of_2(num_heads)),
-        "HEAD_DIM": head_dim,
-        "DIM_PADDED": triton.next_power_of_2(head_dim),
-        "KV_BLOCK_SIZE": key_cache.shape[1],
-        "POOL_SIZE": pool_size,
-        "KEYS": keys,
-        "PART": part,
-        "TOGETHER": together,
-        "TILES": tiles,
-        "IS_MEAN": reduction == "mean",
-        "NATIVE_FP8": has_native_e4m3(q.device),
-        "num_warps": num_warps,
-        "num_stages": 2,
-    }
-    spans = [(first, min(first + at_once, num_tokens)) for first in range(0, num_tokens, at_once)]
-    columns = cdiv(most_blocks, tiles * together)
-    launches = [
-        Launch(_block_ranks_kernel, (end - first, columns), {**options, "first_token": first}) for first, end in spans
-    ]
+    tiles = max(KEYS_PER_PROGRAM // (together * keys), 1)
+    launches = SpanLaunches(
+        _block_ranks_kernel,
+        spans,
+        cdiv(most_blocks, tiles * together),
+        q,
+        weights,
+        key_cache,
+        block_table,
+        local_blocks=local_blocks,
+        stride_out_token=num_lists * most_blocks,
+        stride_out_list=most_blocks,
+        POOL_SIZE=pool_size,
+        KEYS=keys,
+        PART=part,
+        TOGETHER=together,
+        TILES=tiles,
+        IS_MEAN=reduction == "mean",
+    )
     may_be_open = pool_size > 1 and local_blocks == 0
 
     def run(
@@ -307,25 +303,22 @@ def choose_blocks(
         weights: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        key, scales = index_parts(key_cache, head_dim)
         chosen = torch.empty(shape, dtype=torch.int32, device=q.device)
         tensors = {
-            "q_ptr": q,
-            "weights_ptr": weights,
-            "block_table_ptr": block_table,
-            "cu_seqlens_q_ptr": cu_seqlens_q,
-            "seq_lens_ptr": seq_lens,
+            "q": q,
+            "weights": weights,
+            "block_table": block_table,
+            "cu_seqlens_q": cu_seqlens_q,
+            "seq_lens": seq_lens,
         }
-        for (first, end), launch in zip(spans, launches, strict=True):
-            ranks = torch.full((end - first, num_lists, most_blocks), _NO_RANK, device=q.device)
-            launch({**tensors, "key_ptr": as_kernel_argument(key), "scales_ptr": scales, "out_ptr": ranks})
-            best = ranks.topk(shape[2]).values  # falling
+        for span, ranks in launches.results(tensors, key_cache, (num_lists, most_blocks), _NO_RANK):
+            best = ranks.topk(num_columns).values  # falling
             ids = _LAST_ID - (best & (2**32 - 1))
-            is_open = torch.zeros(end - first, 1, dtype=torch.bool, device=q.device)
+            is_open = torch.zeros(len(ranks), 1, dtype=torch.bool, device=q.device)
             if may_be_open:
                 # An open block is the first: no score has its rank.
                 is_open = (best[:, 0, :1] >> 32) == _LAST_ID
-            chosen[first:end] = listed_blocks(ids, best != _NO_RANK, is_open, top_k).sort().values
+            chosen[span] = listed_blocks(ids, best != _NO_RANK, is_open, top_k).sort().values
         return chosen
 
     return run

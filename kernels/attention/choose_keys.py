@@ -6,23 +6,19 @@ from typing import Any
 
 import torch
 
-from ..cache.latent_cache import check_index_cache, index_parts
-from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor
 from ..core.compat import dot, tl, triton
 from ..core.device import use_triton
-from ..core.dtypes import as_kernel_argument, decode_e4m3, has_native_e4m3
-from ..core.errors import InvalidInputError, as_int
-from ..core.ids import Sequences, check_sequences
-from ..core.launch import Launch, strides, wait_for_inputs
+from ..core.dtypes import decode_e4m3
+from ..core.errors import as_int
+from ..core.launch import wait_for_inputs
 from ..core.operation import Run, operation
 from . import latent_definition
+from .index_spans import KEYS_PER_PROGRAM, SpanLaunches, check_index, index_tile, token_spans
 from .latent_definition import best_keys
-from .plan import AttentionPlan, check_plan
+from .plan import AttentionPlan
 
 # Most float32 scores in memory at once: a step of 1,024 tokens over 128k keys.
 _MAX_SCORES = 1 << 27
-# Keys that a program scores. It reads the heads of a query once for all of them, see limits.md.
-_KEYS_PER_PROGRAM = 1024
 
 
 @triton.jit
@@ -105,16 +101,6 @@ def _index_scores_kernel(
         tl.store(out_ptr + row * stride_out_token + keys, scores, mask=mask)
 
 
-def index_tile(element_size: int) -> tuple[int, int]:
-    """Return keys in a block, and warps.
-
-    With 64 keys three programs share an SM. 128 keys leave two and spill registers, see limits.md.
-    """
-    if element_size == 4:
-        return 32, 8
-    return 64, 4
-
-
 def _new_indices(q: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, top_k: int, **_: object) -> Any:
     return torch.empty(_shape(q, key_cache, block_table, top_k), dtype=torch.int32, device=q.device)
 
@@ -164,51 +150,27 @@ def choose_keys(
         InvalidInputError: a shape, dtype, device or value does not fit.
         UnsupportedError: an argument requires a gradient.
     """
-    check_tensor("q", q, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)
-    num_tokens, num_heads, head_dim = q.shape
-    if not (1 <= num_heads <= 128 and 16 <= head_dim <= 256):
-        raise InvalidInputError(f"q: {num_heads} heads of {head_dim}, expected 1 to 128 of 16 to 256")
-    check_tensor("weights", weights, (num_tokens, num_heads), (torch.float32,), q.device)
-    check_index_cache(key_cache, head_dim, q.dtype, q.device)
-    check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
-    for name, tensor in (("q", q), ("weights", weights)):
-        check_last_dim_contiguous(name, tensor)
-    check_plan(plan, cu_seqlens_q, seq_lens, 0)
-    num_seqs, top_k = len(seq_lens), as_int("top_k", top_k, 1)
+    check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size=1)
+    top_k = as_int("top_k", top_k, 1)
     shape = _shape(q, key_cache, block_table, top_k)
-    numbers = num_tokens, *key_cache.shape[:2], num_tokens, 1 << 30, 1
-    check_sequences(Sequences(block_table, cu_seqlens_q, seq_lens, *numbers))
     if not use_triton(q):
         return _run_definition
     max_keys = block_table.shape[1] * key_cache.shape[1]
-    if num_seqs == 0 or 0 in shape:
+    if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    block_n, num_warps = index_tile(q.element_size())
-    key, scales = index_parts(key_cache, head_dim)
-    at_once = min(num_tokens, max(1, _MAX_SCORES // max_keys))
-    options = {
-        "num_seqs": num_seqs,
-        **strides("token head", q=q),
-        **strides("token", weights=weights),
-        **strides("block slot", key=key, scales=scales),
-        **strides("seq", table=block_table),
-        "stride_out_token": max_keys,
-        "NUM_HEADS": num_heads,
-        "HEADS_PADDED": max(16, triton.next_power_of_2(num_heads)),
-        "HEAD_DIM": head_dim,
-        "DIM_PADDED": triton.next_power_of_2(head_dim),
-        "KV_BLOCK_SIZE": key_cache.shape[1],
-        "BLOCK_N": block_n,
-        "BLOCKS": _KEYS_PER_PROGRAM // block_n,
-        "NATIVE_FP8": has_native_e4m3(q.device),
-        "num_warps": num_warps,
-        "num_stages": 2,
-    }
-    spans = [(first, min(first + at_once, num_tokens)) for first in range(0, num_tokens, at_once)]
-    columns = triton.cdiv(max_keys, _KEYS_PER_PROGRAM)
-    launches = [
-        Launch(_index_scores_kernel, (end - first, columns), {**options, "first_token": first}) for first, end in spans
-    ]
+    block_n, _ = index_tile(q.element_size())
+    launches = SpanLaunches(
+        _index_scores_kernel,
+        token_spans(len(q), max_keys, _MAX_SCORES),
+        triton.cdiv(max_keys, KEYS_PER_PROGRAM),
+        q,
+        weights,
+        key_cache,
+        block_table,
+        stride_out_token=max_keys,
+        BLOCK_N=block_n,
+        BLOCKS=KEYS_PER_PROGRAM // block_n,
+    )
 
     def run(
         q: torch.Tensor,
@@ -220,19 +182,16 @@ def choose_keys(
         seq_lens: torch.Tensor,
         **_: object,
     ) -> torch.Tensor:
-        key, scales = index_parts(key_cache, head_dim)
         indices = torch.empty(shape, dtype=torch.int32, device=q.device)
         tensors = {
-            "q_ptr": q,
-            "weights_ptr": weights,
-            "block_table_ptr": block_table,
-            "cu_seqlens_q_ptr": cu_seqlens_q,
-            "seq_lens_ptr": seq_lens,
+            "q": q,
+            "weights": weights,
+            "block_table": block_table,
+            "cu_seqlens_q": cu_seqlens_q,
+            "seq_lens": seq_lens,
         }
-        for (first, end), launch in zip(spans, launches, strict=True):
-            scores = torch.full((end - first, max_keys), float("-inf"), device=q.device)
-            launch({**tensors, "key_ptr": as_kernel_argument(key), "scales_ptr": scales, "out_ptr": scores})
-            indices[first:end] = best_keys(scores, shape[1])
+        for span, scores in launches.results(tensors, key_cache, (max_keys,), float("-inf")):
+            indices[span] = best_keys(scores, shape[1])
         return indices
 
     return run

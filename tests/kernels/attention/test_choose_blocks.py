@@ -1,5 +1,6 @@
 """An indexer's choice of blocks: equal to the rule's, ties too, in every implementation."""
 
+import importlib
 import random
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from paged.bench.attention.problem import Problem, call_of
 from paged.bench.cards.cards import CARDS
 from paged.bench.cards.draw import Draw
 from paged.kernels.attention import latent_definition
+from tests.backends import needs_numba
+from tests.headroom import unnoted
 from tests.kernels.attention import loops
-from tests.kernels.faulty import planted, turns_red
+from tests.kernels.faulty import load_copy, planted, turns_red
 from tests.kernels.refusals import assert_refuses
 
 CPU = torch.device("cpu")
@@ -130,15 +133,54 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+NUMBA_MUTATIONS = {
+    "no fault": ("", ""),
+    "a key is visible one token early": ("+ token + 1, 0)", "+ token + 2, 0)"),
+    "negative products count": ("larger(load_vector(scratch, scores + head * _KEYS + j), fill(np.float32(0)))",
+                                "load_vector(scratch, scores + head * _KEYS + j)"),
+    "no weights": ("fill(weights[first_weight + head])", "fill(np.float32(1))"),
+    "earlier tiles are dropped": ("if tile + j > block * block_keys:", "if False:"),
+    "the highest id of a tie": ("return (bits << 32) + (_LAST_ID - block)", "return (bits << 32) + block"),
+    "negative scores in disorder": ("return bits ^ np.int64(0x7FFFFFFF)", "return bits"),
+    "no block is forced": ("block > own - local_blocks or", "False or"),
+    "an open block is left out": ("min(top_k + is_open, num_columns)", "min(top_k, num_columns)"),
+    "sums for means": ("np.float64(score) / np.float64(count)", "np.float64(score)"),
+    "the root is not the worst": ("if heap[child] >= rank:", "if True:"),
+    "the first sequence's keys": ("block_table, seq * table_stride", "block_table, 0 * table_stride"),
+}  # fmt: skip
+
+
+def faulty_problems(device: torch.device, *, is_packed: bool) -> tuple[dict[str, Any], ...]:
+    """Return problems that see each fault; 8-bit keys are not numba's."""
+    return (
+        drawn(device, size=24, local_blocks=1),
+        drawn(device, size=16, pool=4, local_blocks=0, is_weighted=True),
+        drawn(device, size=8, reduction="mean", is_packed=is_packed, local_blocks=0),
+    )
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
-    problems = (
-        drawn(device, size=24, local_blocks=1),
-        drawn(device, size=16, pool=4, local_blocks=0, is_weighted=True),
-        drawn(device, size=8, reduction="mean", is_packed=True, local_blocks=0),
-    )
+    problems = faulty_problems(device, is_packed=True)
     text, replacement = MUTATIONS[fault]
     with planted(modules, modules, tmp_path, text, replacement):
         is_found = any(turns_red(check, each) for each in problems)
+    assert is_found == (fault != "no fault")
+
+
+@needs_numba
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", NUMBA_MUTATIONS)
+def test_checks_see_the_fault_in_numba(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "paged.kernels.cpu.attention.choose_blocks"
+    source = Path(importlib.import_module(name).__file__ or "").read_text()
+    text, replacement = NUMBA_MUTATIONS[fault]
+    assert text in source, "the kernels have changed: this fault no longer applies"
+    if text:
+        source = source.replace(text, replacement)
+    load_copy(name, tmp_path, source, monkeypatch)
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    with unnoted():
+        is_found = any(turns_red(check, problem) for problem in faulty_problems(CPU, is_packed=False))
     assert is_found == (fault != "no fault")

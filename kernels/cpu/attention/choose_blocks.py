@@ -1,0 +1,371 @@
+"""Numba kernels of `choose_blocks`: the scores of all blocks, then each query's best ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...attention.choose_blocks import BlockRules
+from ...core.operation import Run
+from .. import kernel as nb
+from ..launch import SCRATCH, NumbaLaunch
+from ..vectors import LANES, fill, larger, largest_of, load_part, load_vector, multiply_add, store_part, store_vector
+from .few_queries import _KEYS, _copied_bfloats, _place_of_key, _score
+
+# Most heads of all queries that meet a tile of keys together: 32 rows of 128 float32 take 16 KB of the L1 cache.
+_ROWS = 32
+_NO_RANK = np.int64(-(1 << 63))
+_LAST_ID = np.int64(2**31 - 1)
+# Scores as integers, see `_ordered`.
+_FORCED, _NAN, _MINUS_INFINITY = np.int64(0x7FFFFFFF), np.int64(0x7FC00000), np.int64(-0x7F800001)
+
+
+@nb.device_function
+def _end_of(token, seq, cu_seqlens_q, seq_lens):
+    """Return one past the last position that a token sees."""
+    return max(np.int64(seq_lens[seq]) - np.int64(cu_seqlens_q[seq + 1]) + token + 1, 0)
+
+
+@nb.device_function
+def _score_blocks(q, key_cache, ids, memory, sizes, strides, at):
+    """Score the blocks of all queries of a span; threads get equal shares of groups of queries and their blocks."""
+    _, cu_seqlens_q, seq_lens = ids
+    num_seqs, first_token, end_token, num_heads, _, _, _, block_keys, pool_size, _, _ = sizes
+    at_once = max(_ROWS // num_heads, 1)
+    # The first pass counts blocks, the second one scores this thread's share of them.
+    total = first = end = np.int64(0)
+    for is_scoring in range(2):
+        if is_scoring:
+            first, end = nb.share(total)
+        before = np.int64(0)
+        for seq in range(num_seqs):
+            token = max(np.int64(cu_seqlens_q[seq]), first_token)
+            end_of_seq = min(np.int64(cu_seqlens_q[seq + 1]), end_token)
+            while token < end_of_seq:
+                num_tokens = min(at_once, end_of_seq - token)
+                num_keys = _end_of(token + num_tokens - 1, seq, cu_seqlens_q, seq_lens) // pool_size
+                num_blocks = (num_keys + block_keys - 1) // block_keys
+                begin, stop = max(first - before, 0), min(end - before, num_blocks)
+                if is_scoring and begin < stop:
+                    num_keys = min(num_keys, stop * block_keys)
+                    _score_keys(
+                        q, key_cache, ids, memory, sizes, strides, at, seq, token, num_tokens, begin * block_keys,
+                        num_keys,
+                    )  # fmt: skip
+                before += num_blocks
+                token += num_tokens
+        total = before
+
+
+@nb.device_function
+def _score_keys(
+    q, key_cache, ids, memory, sizes, strides, at, seq, token, num_tokens, first_key, end_key
+):  # fmt: skip
+    """Score keys of whole blocks for consecutive queries of a sequence."""
+    block_table, cu_seqlens_q, seq_lens = ids
+    queries, scratch, weights, has_weights, block_scores = memory
+    _, first_token, _, num_heads, num_lists, size, block_size, block_keys, pool_size, is_mean, most_blocks = sizes
+    q_token, q_head, weights_token, key_block, key_slot, table_stride = strides
+    rows = num_tokens * num_heads
+    for row in range(rows):
+        start = (token + row // num_heads) * q_token + row % num_heads * q_head
+        for i in range(0, size, LANES):
+            store_part(queries, row * size + i, load_part(q, start + i, size - i), size - i)
+    scores = at + max(_ROWS, num_heads) * size  # scores begin after the queries
+    for tile in range(first_key, end_key, _KEYS):
+        num_keys = min(_KEYS, end_key - tile)
+        for query in range(num_tokens):
+            visible = min(_end_of(token + query, seq, cu_seqlens_q, seq_lens) // pool_size - tile, num_keys)
+            j = 0
+            while j < visible:
+                start, room = _place_of_key(block_table, seq * table_stride, tile + j, block_size, key_block, key_slot)
+                run = min(visible - j, room)
+                # Score keys behind the last visible one: a full vector of keys is faster than single keys.
+                num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
+                for head in range(num_heads):
+                    place = (query * num_heads + head) * size
+                    to = scores + head * _KEYS + j
+                    _score(queries, place, key_cache, start, key_slot, num_scores, size, scratch, to)
+                j += run
+            if has_weights:
+                first_weight = (token + query) * weights_token
+                for j in range(0, visible, LANES):
+                    total = fill(np.float32(0))
+                    for head in range(num_heads):
+                        positive = larger(load_vector(scratch, scores + head * _KEYS + j), fill(np.float32(0)))
+                        total = multiply_add(fill(weights[first_weight + head]), positive, total)
+                    store_vector(scratch, scores + j, total)
+            for index in range(num_lists):
+                to = ((token + query - first_token) * num_lists + index) * most_blocks
+                _reduce(scratch, scores + index * _KEYS, tile, visible, block_keys, is_mean, block_scores, to)
+
+
+@nb.device_function
+def _reduce(scratch, scores, tile, visible, block_keys, is_mean, block_scores, to):
+    """Add the scores of a tile's visible keys to the largest scores, or sums, of their blocks."""
+    j = 0
+    while j < visible:
+        block = (tile + j) // block_keys
+        stop = min((block + 1) * block_keys - tile, visible)
+        whole = j + (stop - j) // LANES * LANES
+        best, total = np.float32(-np.inf), np.float32(0)
+        if whole > j:
+            maxima = fill(best)
+            for i in range(j, whole, LANES):
+                maxima = larger(maxima, load_vector(scratch, scores + i))
+            best = largest_of(maxima)
+        for i in range(whole, stop):
+            best = max(best, scratch[scores + i])
+        result = best
+        if is_mean:
+            for i in range(j, stop):
+                total += scratch[scores + i]
+            result = total
+        if tile + j > block * block_keys:  # the block began in an earlier tile
+            earlier = block_scores[to + block]
+            result = max(best, earlier)
+            if is_mean:
+                result = total + earlier
+        block_scores[to + block] = result
+        j = stop
+
+
+@nb.device_function
+def _ordered(score):
+    """Return an integer that rises with a score; NaN is above all numbers, and there is one 0."""
+    bits = np.int64(np.float32(score).view(np.int32))
+    if score != score:
+        return _NAN
+    if score == np.float32(0):
+        return np.int64(0)
+    if bits < 0:
+        return bits ^ np.int64(0x7FFFFFFF)
+    return bits
+
+
+@nb.device_function
+def _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks):
+    """Return a block's rank, as `_ranks` of the Triton kernel, or _NO_RANK if a query does not see the block."""
+    if block > own - local_blocks or (is_open and block == own):
+        return (_FORCED << 32) + (_LAST_ID - block)
+    count = min(max(num_keys - block * block_keys, 0), block_keys)
+    if count == 0:
+        return _NO_RANK
+    score = block_scores[start + block]
+    if is_mean:
+        # In float64: fast math may multiply by the rounded inverse of the count, and break ties.
+        bits = _ordered(np.float32(np.float64(score) / np.float64(count)))
+    else:
+        bits = _ordered(score)
+    if bits == _MINUS_INFINITY:
+        return _NO_RANK
+    return (bits << 32) + (_LAST_ID - block)
+
+
+@nb.device_function
+def _keep_best(heap, count, most, rank):
+    """Add a rank to a heap of the best ones so far, whose root is the worst; return their number."""
+    if count < most:
+        child = count
+        while child > 0 and heap[(child - 1) // 2] > rank:
+            heap[child] = heap[(child - 1) // 2]
+            child = (child - 1) // 2
+        heap[child] = rank
+        return count + 1
+    if rank > heap[0]:
+        parent, child = 0, 1
+        while child < count:
+            if child + 1 < count and heap[child + 1] < heap[child]:
+                child += 1
+            if heap[child] >= rank:
+                break
+            heap[parent] = heap[child]
+            parent, child = child, 2 * child + 1
+        heap[parent] = rank
+    return count
+
+
+@nb.device_function
+def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes):
+    """Write the ids of the best blocks of this thread's share of tokens and lists, ascending."""
+    (
+        num_seqs,
+        first_token,
+        end_token,
+        num_lists,
+        block_keys,
+        pool_size,
+        is_mean,
+        most_blocks,
+        top_k,
+        num_columns,
+        local_blocks,
+    ) = sizes
+    first, end = nb.share((end_token - first_token) * num_lists)
+    seq = 0
+    for item in range(first, end):
+        token = first_token + item // num_lists
+        to = token * num_lists * num_columns + item % num_lists * num_columns
+        while seq < num_seqs and token >= cu_seqlens_q[seq + 1]:
+            seq += 1
+        position_end = np.int64(0)  # a row of no sequence sees no block
+        if seq < num_seqs:
+            position_end = _end_of(token, seq, cu_seqlens_q, seq_lens)
+        num_keys, own = position_end // pool_size, (position_end - 1) // (pool_size * block_keys)
+        is_open = local_blocks == 0 and position_end % pool_size > 0
+        most = min(top_k + is_open, num_columns)
+        start, count = item * most_blocks, 0
+        for block in range(own + 1):
+            rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
+            if rank != _NO_RANK:
+                count = _keep_best(heap, count, most, rank)
+        column = num_columns - count
+        for index in range(column):
+            chosen[to + index] = -1
+        block = 0
+        while column < num_columns:
+            rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
+            if rank >= heap[0] and rank != _NO_RANK:
+                chosen[to + column] = block
+                column += 1
+            block += 1
+
+
+@nb.Kernel
+def _block_scores(arguments):
+    values = nb.unpack(arguments, 28)
+    is_bf16, q, key_cache, weights, block_table, cu_seqlens_q, seq_lens, block_scores, scratch = values[1:10]
+    at = nb.thread_index() * values[10]
+    sizes, strides = values[11:22], values[22:]
+    ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
+    copied, results = scratch + at * 4, (nb.floats(weights), weights != 0, nb.floats(block_scores))
+    floats = nb.floats(scratch)
+    if is_bf16:
+        memory = (_copied_bfloats(copied), floats, *results)
+        _score_blocks(nb.bfloats(q), nb.bfloats(key_cache), ids, memory, sizes, strides, at)
+    else:
+        wide = (nb.floats(copied), floats, *results)
+        _score_blocks(nb.floats(q), nb.floats(key_cache), ids, wide, sizes, strides, at)
+
+
+@nb.Kernel
+def _best_blocks(arguments):
+    values = nb.unpack(arguments, 18)
+    block_scores, chosen, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:7]
+    heap = nb.int64s(scratch + nb.thread_index() * scratch_size * 4)
+    lengths = nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
+    _choose(nb.floats(block_scores), nb.int32s(chosen), *lengths, heap, values[7:])
+
+
+def _launch_for(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    weights: torch.Tensor | None,
+    block_table: torch.Tensor,
+    rules: BlockRules,
+    span: tuple[int, int],
+    most_blocks: int,
+) -> NumbaLaunch:
+    (_, num_heads, size), block_size = q.shape, key_cache.shape[1]
+    num_lists, weights_token = num_heads, 0
+    if weights is not None:
+        num_lists, weights_token = 1, weights.stride(0)
+    first_token, end_token = span
+    # Queries, then the scores of a tile; in whole cache lines of 64 bytes, so that threads share none.
+    scratch_size = -(-(max(_ROWS, num_heads) * size + num_heads * _KEYS) // 16) * 16
+    score = NumbaLaunch(
+        _block_scores.address,
+        (end_token - first_token) * most_blocks * rules.block_keys * num_heads * size,
+        (
+            q.dtype == torch.bfloat16,
+            *("q", "key_cache", "weights", "block_table", "cu_seqlens_q", "seq_lens", "block_scores", SCRATCH),
+            scratch_size,
+            len(block_table),
+            first_token,
+            end_token,
+            num_heads,
+            num_lists,
+            size,
+            block_size,
+            rules.block_keys,
+            rules.pool_size,
+            rules.is_mean,
+            most_blocks,
+            *q.stride()[:2],
+            weights_token,
+            *key_cache.stride()[:2],
+            block_table.stride(0),
+        ),
+        scratch_size=scratch_size,
+    )
+    heap_size = -(-2 * rules.num_columns // 16) * 16  # in float32; a rank has 8 bytes
+    return NumbaLaunch(
+        _best_blocks.address,
+        (end_token - first_token) * num_lists * most_blocks,
+        (
+            *("block_scores", "chosen", "cu_seqlens_q", "seq_lens", SCRATCH),
+            heap_size,
+            len(block_table),
+            first_token,
+            end_token,
+            num_lists,
+            rules.block_keys,
+            rules.pool_size,
+            rules.is_mean,
+            most_blocks,
+            rules.top_k,
+            rules.num_columns,
+            rules.local_blocks,
+        ),
+        scratch_size=heap_size,
+        before=score,
+    )
+
+
+def bind(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    weights: torch.Tensor | None,
+    block_table: torch.Tensor,
+    rules: BlockRules,
+    spans: list[tuple[int, int]],
+    most_blocks: int,
+) -> Run[torch.Tensor]:
+    """Return a function that chooses blocks for calls like this one, whose lengths and block ids are checked.
+
+    Keys are read once for up to `_ROWS` heads of queries. spans: tokens whose scores are in memory at once.
+    """
+    num_tokens, num_lists, _ = q.shape
+    if weights is not None:
+        num_lists = 1
+    launches = [_launch_for(q, key_cache, weights, block_table, rules, span, most_blocks) for span in spans]
+    most_tokens = max(end - first for first, end in spans)
+
+    def run(
+        q: torch.Tensor,
+        key_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        chosen = torch.empty(num_tokens, num_lists, rules.num_columns, dtype=torch.int32)
+        tensors = {
+            "q": q,
+            "key_cache": key_cache,
+            "weights": weights,
+            "block_table": block_table,
+            "cu_seqlens_q": cu_seqlens_q.contiguous(),
+            "seq_lens": seq_lens.contiguous(),
+            "block_scores": torch.empty(most_tokens, num_lists, most_blocks),
+            "chosen": chosen,
+        }
+        for launch in launches:
+            launch(tensors)
+        return chosen
+
+    return run
