@@ -39,18 +39,19 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None and config.attends[index]:
             kinds.setdefault(layer.cache_kind, []).append(index)
+    has_indexer = any(layer.indexer is not None for layer in config.attention)
     sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
-    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers:
+    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers and not has_indexer:
         fields["sliding_window"] = config.windows[0]
     else:
         fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
     num_layers = config.num_layers
     key_layers: list[int] = []
     for index, layer in enumerate(config.attention):
-        if layer.latent is not None and layer.latent.index is not None:
+        if layer.indexer is not None:
             key_layers.append(num_layers + index)
-            key_size = layer.latent.index.key_size(fields.get("dtype") or torch.get_default_dtype())
-    if key_layers:
+            key_size = layer.indexer.key_size(fields.get("dtype") or torch.get_default_dtype())
+    if has_indexer:
         fields["groups"].append(CacheGroup(tuple(key_layers), 1, key_size, key_size, latent=True))
         num_layers *= 2
     recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}

@@ -42,6 +42,7 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 _KV = re.compile(r"self_attn\.[kv]_")
 _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\.")
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
+_FUSED_MLP = re.compile(r"model\.layers\.\d{1,9}\.(?:\w+\.)+gate_up_proj\.weight")
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
 _BODY_MODULE = re.compile(r"model\.\w+\.(?:weight|bias)\w*")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -114,7 +115,8 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     """Return the configuration with the layout of these tensors, by the family's names (see `text_name`).
 
     Each layer's experts are separate or stacked; experts with biases are always stacked. Convolutions of q, k and v are
-    three tensors or one. Decay rates have one dimension or four. Without tensors, the layout is the published one.
+    three tensors or one. Decay rates have one dimension or four. Gate and up of an MLP may be one tensor. Without
+    tensors, the layout is the published one.
     """
     shapes: dict[int, list[int]] = {}
     for match in filter(None, map(_STACKED.fullmatch, stored)):
@@ -141,7 +143,10 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
         if isinstance(recurrent_layer, GatedDeltaConfig) and recurrent_layer.splits_qkv:
             recurrent_layer = replace(recurrent_layer, splits_conv=splits_conv)
         recurrent.append(recurrent_layer)
-    return replace(config, moe=tuple(moes), recurrent=tuple(recurrent))
+    fused_mlp = config.fused_mlp
+    if fused_mlp is None:
+        fused_mlp = any(map(_FUSED_MLP.fullmatch, stored))
+    return replace(config, moe=tuple(moes), recurrent=tuple(recurrent), fused_mlp=fused_mlp)
 
 
 def text_prefix(network_class: type[Network], config: DecoderConfig, stored: Iterable[str]) -> TextPrefix:
@@ -294,7 +299,8 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
     """Return whether a tensor belongs to a multi-token layer, to unused keys and values, or to an unused indexer."""
     match = _LAYER.match(name)
     if match is None:
-        return name.startswith(("model.mtp_", "mtp."))  # ERNIE 4.5, MiMo and Qwen store multi-token layers apart
+        # ERNIE 4.5, MiMo, MiniMax and Qwen store multi-token layers apart.
+        return name.startswith(("model.mtp_", "model.mtp.", "mtp."))
     layer = int(match[1])
     if layer < config.num_layers and ".self_attn.indexer." in name:
         latent = config.attention[layer].latent

@@ -31,6 +31,7 @@ from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.kimi import KIMI, KIMI_PARTS
 from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
+from paged.models.families.minimax import MINIMAX
 from paged.models.families.network import Network
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
@@ -68,6 +69,7 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **HYBRIDS,
     **KIMI,
     **MAMBAS,
+    **MINIMAX,
     "Gemma4ForCausalLM": Gemma4,
 }
 
@@ -75,6 +77,7 @@ ARCHITECTURES: dict[str, type[Network]] = {
 ALIASES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "KimiK3LinearForCausalLM": "KimiLinearForCausalLM",
+    "MiniMaxM3SparseForCausalLM": "MiniMaxM3VLForCausalLM",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
@@ -217,6 +220,9 @@ def _check_options(
     if any(layer.latent is not None for layer in config.attention):
         allowed[1:] = [torch.float8_e4m3fn]
         note = " for latents"
+    elif any(layer.indexer is not None for layer in config.attention):
+        allowed.remove(torch.int8)
+        note = " beside an indexer"
     if kv_cache_dtype not in allowed:
         expected = " or ".join(map(str, allowed))
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}{note}")

@@ -28,6 +28,7 @@ WRAPPERS = {
     "InternVLForConditionalGeneration": "qwen2",
     "Llama4ForConditionalGeneration": "llama4_text",
     "LlavaForConditionalGeneration": "llama",
+    "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",
     "Mistral3ForConditionalGeneration": "mistral",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
@@ -48,6 +49,7 @@ TYPES: dict[str, tuple[str, dict[str, float]]] = {
         {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     ),
     "kimi_k2": ("deepseek_v3", {}),
+    "minimax_m3_text": ("minimax_m3_vl_text", {}),
     "qwen2_5_omni_text": (
         "qwen2_5_vl_text",
         {

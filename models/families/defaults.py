@@ -71,6 +71,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
     "mimo_v2_flash": (152_576, 4096, 16_384, 48, 64, 4, 192, 131_072, 1e-5, 5e6),
     "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
+    "minimax_m3_vl_text": (200_064, 6144, 3072, 60, 64, 4, 128, 524_288, 1e-6, 5e6),
     "minicpm3": (73_448, 2560, 6400, 62, 40, 40, None, 32_768, 1e-5, 1e4),
     "ministral": (*_MISTRAL, 1e-6, 1e4),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 8, 128, 262_144, 1e-5, 1e4),
@@ -283,6 +284,11 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "partial_rotary_factor": 0.334,
     },
     "minimax_m2": {"num_experts": 256, "num_experts_per_tok": 8},
+    "minimax_m3_vl_text": {
+        "num_experts": 128, "num_experts_per_tok": 4, "dense_intermediate_size": 12_288,
+        "shared_intermediate_size": 3072, "routed_scaling_factor": 2.0, "index_n_heads": 4, "index_head_dim": 128,
+        "index_block_size": 128, "index_topk_blocks": 16, "index_local_blocks": 1,
+    },
     "minicpm3": {
         "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12,
         "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True,

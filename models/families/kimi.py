@@ -117,7 +117,7 @@ def _kimi_linear(hf: HfConfig) -> dict[str, Any]:
     delta = _delta_of(hf, section, lower_bound)
     if section.flag("use_full_rank_gate"):
         delta = replace(delta, gate_rank=None)
-    _refuse_unknown(section)
+    section.refuse_unread()
     fields = dict(
         **latent_attention(hf, reads_head_dim=False),
         activation=activation,
@@ -230,7 +230,7 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     delta = _delta_of(hf, section, lower_bound)
     for name in ("kda_layers", "full_attn_layers"):
         section.value(name)  # repeat `layer_types`
-    _refuse_unknown(section)
+    section.refuse_unread()
     streams = StreamsConfig(
         count=hf.integer("hc_mult"), eps=hf.number("hc_eps"), num_iterations=hf.integer("hc_sinkhorn_iters")
     )
@@ -257,13 +257,6 @@ def _glm5_kinds(hf: HfConfig) -> tuple[str, ...]:
     for kind in hf.items("layer_types", str):
         kinds.append("full_attention" if kind == "indexed_attention" else kind)
     return layer_kinds(hf.overridden({"layer_types": kinds}), _KINDS, lambda layer: _KINDS[layer % 4 == 3])
-
-
-def _refuse_unknown(section: HfConfig) -> None:
-    """Raise UnsupportedError if the section has a key that was not read."""
-    if unknown := sorted(section.values.keys() - section.read_keys):
-        known = ", ".join(sorted(section.read_keys))
-        raise UnsupportedError(f"{section.source}: {shown(unknown[0])} is unknown, known are {known}")
 
 
 def _lower_bound(hf: HfConfig, key: str) -> float:

@@ -196,6 +196,8 @@ class DecoderLayer(nn.Module):
             return False
         if attention.options or attention.gate_proj is not None or attention.config.output_gate:
             return False
+        if attention.indexer is not None:
+            return False
         return all(module.has_invariant_rows for module in self.modules() if isinstance(module, Linear))
 
     @staticmethod
@@ -315,7 +317,7 @@ class Network(nn.Module):
                 continue
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
-            if isinstance(layer.self_attn, LatentAttention) and layer.self_attn.indexer is not None:
+            if layer.self_attn.indexer is not None:
                 key_layer = len(layers) + index  # cache of the indexer's keys, see `cache_config`
                 keys = held.of(kv_manager.k_cache(key_layer))
                 layer.self_attn.indexer.set_cache(keys, kv_manager.table_of(key_layer), tables[rotation])

@@ -19,6 +19,7 @@ from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import AxesRotation, HeadGate, HeadsOption, heads_options
 from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
+from paged.models.layers.indexer import BlockIndexer
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -102,12 +103,16 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(layer.head_dim, config.norms)
             if layer.shares_kv_with is None:
                 self.k_norm = RmsNorm(layer.head_dim, config.norms)
+        self.indexer: BlockIndexer | None = None
+        if layer.block_index is not None:
+            self.indexer = BlockIndexer(config, layer, layer.block_index)
         self.options = cast("Sequence[HeadsOption]", nn.ModuleList(heads_options(config, index)))
         self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         self.window_size = layer.window_size
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.qk_norm_rope_and_cache = Bound(qk_norm_rope_and_cache)
         self.paged_attention = Bound(paged_attention, step="plan")
+        self.chosen_attention = Bound(paged_attention, step="plan")  # has arguments that others lack
 
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
@@ -178,7 +183,10 @@ class Attention(nn.Module):
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )  # [T, Hq, D]
-        return self.attend_and_project(q, gate, positions, block_table, metadata, outputs)
+        chosen_blocks: torch.Tensor | None = None
+        if self.indexer is not None:
+            chosen_blocks = self.indexer(hidden, positions, metadata, outputs)  # [R, Hkv, k]
+        return self.attend_and_project(q, gate, positions, block_table, metadata, outputs, chosen_blocks)
 
     def attend_and_project(
         self,
@@ -188,6 +196,7 @@ class Attention(nn.Module):
         block_table: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
+        chosen_blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return [R, hidden_size]: attention of rotated queries to the cache, and the projection after it.
 
@@ -196,6 +205,7 @@ class Attention(nn.Module):
             gate: [T, Hq, 1 or Dv], multiplies the heads' outputs; None for no gate.
             positions: [T].
             block_table: the block table of the layer's cache.
+            chosen_blocks: int32 [R, Hkv, k], the blocks that each query sees; None for all.
         """
         layer, mask = self.config, None
         queries: AttentionMetadata | OutputRows = metadata
@@ -208,6 +218,10 @@ class Attention(nn.Module):
 
         # Attend.
         attend = self.paged_attention
+        choice: dict[str, Any] = {}
+        if chosen_blocks is not None and layer.block_index is not None:
+            attend = self.chosen_attention
+            choice = {"chosen_blocks": chosen_blocks, "chosen_block_size": layer.block_index.block_size}
         if metadata.embeds is not None and metadata.embeds.mask is not None:
             attend, mask = paged_attention, metadata.embeds.mask  # no `Bound`: few steps have a mask
         # A compiled model cannot read the context, and is never batch-invariant.
@@ -233,6 +247,7 @@ class Attention(nn.Module):
             deterministic=is_invariant,
             plan=queries.plan,
             out=out,
+            **choice,
         )
         if gate is not None:
             out *= gate
@@ -248,6 +263,8 @@ class Attention(nn.Module):
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             if norm is not None:
                 destinations |= norm.destinations(f"{prefix}.{name}")
+        if self.indexer is not None:
+            destinations |= self.indexer.destinations(f"{prefix}.indexer")
         for option in self.options:
             destinations |= option.destinations(prefix)
         if self.sinks is not None:

@@ -58,6 +58,32 @@ class IndexConfig:
         return (self.head_dim + INDEX_SCALE_BYTES) // dtype.itemsize
 
 
+@dataclass(frozen=True)
+class BlockIndexConfig:
+    """An indexer of block-sparse attention, with a head for each KV head.
+
+    Attributes:
+        top_k: number of blocks that a query and a KV head attend to.
+        block_size: positions of a block.
+        local_blocks: the last blocks of a query, its own and those before, are among the top_k.
+    """
+
+    head_dim: int
+    top_k: int
+    block_size: int
+    local_blocks: int
+
+    def key_size(self, dtype: torch.dtype) -> int:
+        """Return the elements of a key in a cache of `dtype`: plain keys, or in 8 bits e4m3 keys and a float32 scale.
+
+        Raises:
+            UnsupportedError: after keys of this size, the scales would not be aligned.
+        """
+        if dtype.itemsize > 1:
+            return self.head_dim
+        return IndexConfig(1, self.head_dim, 1, interleaved=False).key_size(dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamsConfig:
     """Several residual streams, see `HyperConnection`.
@@ -130,6 +156,8 @@ class AttentionConfig:
         head_gate: activation of a gate for each head's output, "softplus" or "sigmoid", from a projection `g_proj`;
             None for no such gate.
         head_gate_size: elements of a head's gate: 1, or as many as its output has.
+        block_index: the layer's indexer, which chooses the blocks of positions of a query and KV head; None for no
+            indexer, as in latent attention, see `LatentConfig`.
     """
 
     num_heads: int
@@ -156,6 +184,14 @@ class AttentionConfig:
     output_gate: bool = False
     head_gate: str | None = None
     head_gate_size: int = 1
+    block_index: BlockIndexConfig | None = None
+
+    @property
+    def indexer(self) -> IndexConfig | BlockIndexConfig | None:
+        """The layer's indexer, of keys or of blocks."""
+        if self.latent is not None:
+            return self.latent.index
+        return self.block_index
 
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None, bool]:
@@ -280,7 +316,8 @@ class DecoderConfig:
         attends: whether each layer uses its `attention`.
         mlp_name: name of MLPs and experts in a checkpoint.
         recurrent_name: name of recurrent parts in a checkpoint.
-        fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`.
+        fused_mlp: whether a checkpoint stores gate and up as one tensor, `gate_up_proj`; None if the stored names
+            decide.
         activation: activation of the gate, by its name in `silu_and_mul` and `fused_moe`. MLPs without a gate take an
             activation of `PlainMlp`.
         gated: whether MLPs and experts have a gate.
@@ -317,7 +354,7 @@ class DecoderConfig:
     mlp_name: str = "mlp"
     recurrent_name: str = "linear_attn"
     mlp_bias: bool = False
-    fused_mlp: bool = False
+    fused_mlp: bool | None = False
     activation: str
     gated: bool = True
     mlp_factors: tuple[float, float] = (1.0, 1.0)

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: it chooses the keys that each query attends to."""
+"""Indexers of sparse attention: they choose the keys, or the blocks of keys, that each query attends to."""
 
 from __future__ import annotations
 
@@ -8,45 +8,53 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paged.kernels.attention.choose_blocks import choose_blocks
 from paged.kernels.attention.choose_keys import choose_keys
 from paged.kernels.cache.latent_cache import write_index_keys
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.models.layers.config import IndexConfig, NormConfig
-from paged.models.layers.decoder import LayerNorm, Linear, empty_parameter
+from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig, NormConfig
+from paged.models.layers.decoder import LayerNorm, Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
 
 if TYPE_CHECKING:
     from paged.step.metadata import AttentionMetadata, OutputRows
 
 
-class Indexer(nn.Module):
-    """The lightning indexer (DeepSeek-AI, "DeepSeek-V3.2", 2025): small heads that score every key of a query.
-
-    Each token has one index key, in a cache group of the indexer alone. The published indexer multiplies queries and
-    keys by a Hadamard matrix and rounds both to e4m3. The matrix changes only the rounding of the products, so this
-    indexer omits it, and rounds cached keys alone.
-    """
+class CachedKeys(nn.Module):
+    """An indexer's keys: one for each token, in a cache group of the indexer alone."""
 
     key_cache: torch.Tensor
     table: int
     cos_sin_cache: torch.Tensor
 
-    def __init__(self, hidden_size: int, q_rank: int, config: IndexConfig) -> None:
+    def __init__(self, head_dim: int) -> None:
         super().__init__()
+        self.head_dim = head_dim
+
+    def set_cache(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+        """Give the indexer the cache of its keys, the index of their block table, and the layer's rotary table."""
+        self.table, self.cos_sin_cache = table, cos_sin_cache
+        self.key_cache = k_cache.squeeze(2)
+        if self.key_cache.shape[2] != self.head_dim:  # the cache holds e4m3 keys and their scales
+            self.key_cache = self.key_cache.view(torch.uint8)
+
+
+class Indexer(CachedKeys):
+    """The lightning indexer (DeepSeek-AI, "DeepSeek-V3.2", 2025): small heads that score every key of a query.
+
+    The published indexer multiplies queries and keys by a Hadamard matrix and rounds both to e4m3. The matrix changes
+    only the rounding of the products, so this indexer omits it, and rounds cached keys alone.
+    """
+
+    def __init__(self, hidden_size: int, q_rank: int, config: IndexConfig) -> None:
+        super().__init__(config.head_dim)
         self.config = config
         self.wq_b = Linear(q_rank, {"wq_b": config.num_heads * config.head_dim})
         self.wk = Linear(hidden_size, {"wk": config.head_dim})
         self.k_norm = LayerNorm(config.head_dim, NormConfig(eps=1e-6, bias=True))
         self.weights_proj = empty_parameter(config.num_heads, hidden_size)  # never packed
         self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
-
-    def set_cache(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
-        """Give the indexer the cache of its keys, the index of their block table, and the layer's rotary table."""
-        self.table, self.cos_sin_cache = table, cos_sin_cache
-        self.key_cache = k_cache.squeeze(2)
-        if self.key_cache.shape[2] != self.config.head_dim:  # the cache holds e4m3 keys and their scales
-            self.key_cache = self.key_cache.view(torch.uint8)
 
     def forward(
         self,
@@ -91,4 +99,59 @@ class Indexer(nn.Module):
         destinations = self.wq_b.destinations(prefix) | self.wk.destinations(prefix)
         destinations |= self.k_norm.destinations(f"{prefix}.k_norm")
         destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
+        return destinations
+
+
+class BlockIndexer(CachedKeys):
+    """The indexer of MiniMax-M3 (MiniMax, 2026): each KV head chooses the blocks with the largest products q k."""
+
+    def __init__(self, config: DecoderConfig, layer: AttentionConfig, index: BlockIndexConfig) -> None:
+        super().__init__(index.head_dim)
+        self.config, self.num_heads = index, layer.num_kv_heads
+        self.sizes = [self.num_heads * index.head_dim, index.head_dim]
+        self.qk_proj = Linear(config.hidden_size, dict(zip(("q_proj", "k_proj"), self.sizes, strict=True)))
+        self.q_norm, self.k_norm = RmsNorm(index.head_dim, config.norms), RmsNorm(index.head_dim, config.norms)
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
+        self.rotate, self.choose_blocks = Bound(rotary_embedding, by=1), Bound(choose_blocks, step="plan")
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor | None:
+        """Write the keys of all tokens; return the blocks of each row and KV head, int32 [R, Hkv, top_k].
+
+        Return None if no sequence of the step can have more than top_k blocks.
+        """
+        config = self.config
+        block_table, slot_mapping = metadata.table(self.table)
+        q, keys = self.qk_proj(hidden).split_with_sizes(self.sizes, -1)
+        keys, _ = self.k_norm(keys)  # [T, head_dim]
+        self.rotate(positions, keys.unsqueeze(1), None, self.cos_sin_cache, interleaved=self.interleaved)
+        write_index_keys(keys, self.key_cache, slot_mapping)
+        if block_table.shape[1] * self.key_cache.shape[1] <= config.top_k * config.block_size:
+            return None
+        queries: AttentionMetadata | OutputRows = metadata
+        if outputs is not None:
+            queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]
+        q, _ = self.q_norm(q.unflatten(-1, (self.num_heads, config.head_dim)))  # [R, Hkv, head_dim]
+        self.rotate(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
+        return self.choose_blocks(
+            q,
+            self.key_cache,
+            block_table=block_table,
+            cu_seqlens_q=queries.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+            top_k=config.top_k,
+            chosen_block_size=config.block_size,
+            local_blocks=config.local_blocks,
+            plan=queries.plan,
+        )
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = self.qk_proj.destinations(prefix)
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            destinations |= norm.destinations(f"{prefix}.{name}")
         return destinations

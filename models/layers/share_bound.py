@@ -10,11 +10,14 @@ from torch import nn
 
 from paged.kernels.core.operation import Bound, layout
 from paged.kernels.moe.weights import ExpertLinear
-from paged.models.layers.config import AttentionConfig, LatentConfig, MoeConfig
+from paged.models.layers.config import AttentionConfig, BlockIndexConfig, IndexConfig, LatentConfig, MoeConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 
 # Types of attributes, besides tensors, that distinguish layers: only equal layers share `Bound`s.
-_CONSTANT = (bool, int, float, str, type(None), AttentionConfig, LatentConfig, MoeConfig, RecurrentConfig)
+_CONSTANT = (
+    *(bool, int, float, str, type(None)),
+    *(AttentionConfig, BlockIndexConfig, IndexConfig, LatentConfig, MoeConfig, RecurrentConfig),
+)
 
 
 def share_bound(network: nn.Module) -> None:

@@ -152,6 +152,12 @@ class HfConfig:
             return None
         return HfConfig(values, f"{self.source}: {key}")
 
+    def refuse_unread(self) -> None:
+        """Raise UnsupportedError if there is a key that was not read; call it once a section has been read."""
+        if unknown := sorted(self.values.keys() - self.read_keys):
+            known = ", ".join(sorted(self.read_keys))
+            raise UnsupportedError(f"{self.source}: {shown(unknown[0])} is unknown, known are {known}")
+
     def _get(self, key: str, default: Any, expected: str, *kinds: type) -> Any:
         value = self.value(key)
         if value is None:

@@ -186,7 +186,10 @@ class Share:
         query = of(layer.num_heads, self.rank * per_rank, per_rank, layer.head_dim)
         key = of(layer.num_kv_heads, first, count, layer.head_dim)
         value = of(layer.num_kv_heads, first, count, layer.v_head_dim)
-        return {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
+        sections = {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}
+        if layer.block_index is not None:  # queries of the indexer; every rank holds its key
+            sections["indexer"] = [of(layer.num_kv_heads, first, count, layer.block_index.head_dim)]
+        return sections.get(name, [query])
 
     def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
         """Return the index of this rank's first KV head, and the number of its KV heads."""

@@ -41,6 +41,7 @@ REPLAYED = (
         "mimo_v2_flash",
         "minicpm3",
         "minimax_m2",
+        "minimax_m3",
         "ministral3",
     ),
     *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),

@@ -57,6 +57,15 @@ _WORDS: dict[str, dict[str, Any]] = {
     },
     # Fewer keys than the prompts have; of 16 heads, all products of a key and a query are negative once in 65,536.
     "indexer": {"index_topk": 5, "index_head_dim": 32, "index_n_heads": 16},
+    # Of up to 5 blocks of 8 positions, each query and KV head chooses two, its own included.
+    "block_indexer": {
+        "index_n_heads": 2,
+        "index_head_dim": 24,
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+        "layer_types": [_FULL, "minimax_m3_sparse"],
+    },
+    "half_rotates": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "yarn_mla": _yarn(mscale=0.7, mscale_all_dim=1.2),
     "untied": {"tie_word_embeddings": False},
     "biases": {"attention_bias": True, "mlp_bias": True},
@@ -238,6 +247,8 @@ FAMILIES = Families(
     mimo_v2_flash="""MiMoV2Flash head_dim=24 v_head_dim=16 window_last routed_experts n_group=4 topk_group=2
         num_attention_heads=8 attention_bias=True mlp_layer_types=['dense','sparse']""",
     minimax_m2="MiniMaxM2 num_local_experts=8 num_experts_per_tok=3 rotary_dim=16",
+    minimax_m3="""MiniMaxM3VLText num_local_experts=8 num_experts_per_tok=3 head_dim=32 block_indexer half_rotates
+        mlp_layer_types=['dense','sparse'] dense_intermediate_size=80 shared_intermediate_size=48 pad_token_id=0""",
     ministral="Ministral window_first",
     ministral3="Ministral3 yarn_ministral3",
     mistral="Mistral window",

@@ -38,7 +38,7 @@ _MOST = options(
     num_experts_per_tok=3 experts_per_token=3 top_k_experts=3 sliding_window=8 sliding_window_size=8
     moe_num_experts=8 moe_k=3 attention_chunk_size=8 floor_scale=8 n_group=4 topk_group=2 block_ff_dim=96
     mamba_num_heads=8 mamba_head_dim=16 ssm_state_size=16 mamba_d_state=16 index_topk=16
-    moe_latent_size=16 expert_hidden_dim=32 num_expert_group=4 num_experts_per_token=3"""
+    dense_intermediate_size=80 moe_latent_size=16 expert_hidden_dim=32 num_expert_group=4 num_experts_per_token=3"""
 )
 
 # Families whose layers others have too.
@@ -93,6 +93,12 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         linear = values["linear_attn_config"]
         kept = {key: [one for one in linear[key] if one <= layers] for key in ("full_attn_layers", "kda_layers")}
         own["linear_attn_config"] = linear | kept | {"num_heads": 4, "head_dim": 16}
+    if "sparse_attention_config" in values:
+        section = dict(values["sparse_attention_config"])
+        for key in ("sparse_disable_index_value", "sparse_attention_freq"):
+            section[key] = section[key][:layers]
+        section |= {"sparse_num_index_heads": own["num_key_value_heads"], "sparse_block_size": 8}
+        own["sparse_attention_config"] = section | {"sparse_topk_blocks": 2}
     if "attn_layer_indices" in values:
         own["attn_layer_indices"] = [1]
     if model_type == "olmo_hybrid":

@@ -19,8 +19,8 @@ OTHERS = cases_of(
     thorough="apertus 2, ernie4_5_moe 2 experts, exaone4 2, hunyuan_moe 2, nemotron 4, starcoder2 2, "
     "cohere 2, glm_moe_dsa 2, deepseek_v3 2 experts, laguna 2, mimo_v2_flash 2, phimoe 2, "
     "gemma4_shared_kv 2, glm4_moe 4 experts, gpt_oss 2 experts, granite_moe_shared 2, olmo2 2, "
-    "llama4 2 experts, llama_biases_linear_rope 4, minimax_m2 4, minimax_m2 2 experts, olmo3 4, phi3 2, qwen2_moe 2, "
-    "qwen3_moe 4, lfm2_moe 2, lfm3 2, kimi_linear 2, bailing_hybrid 2, "
+    "llama4 2 experts, llama_biases_linear_rope 4, minimax_m2 4, minimax_m2 2 experts, minimax_m3 2, olmo3 4, phi3 2, "
+    "qwen2_moe 2, qwen3_moe 4, lfm2_moe 2, lfm3 2, kimi_linear 2, bailing_hybrid 2, "
     "falcon_h1 2, granite_moe_hybrid 2 experts, nemotron_h 2, nemotron_h 2 experts, "
     "olmo_hybrid 2, qwen3_next 2",
 )

@@ -38,19 +38,6 @@ _SANTACODER = {
     "attention_softmax_in_fp32": True,
     "scale_attention_softmax_in_fp32": True,
 }
-_SPARSE_ATTENTION = {
-    "use_sparse_attention": True,
-    "sparse_num_index_heads": 2,
-    "sparse_index_dim": 16,
-    "sparse_block_size": 8,
-    "sparse_topk_blocks": 2,
-    "sparse_local_block": 1,
-    "sparse_attention_freq": [0, 1],
-}
-_MINIMAX_M3 = Other(
-    "MiniMaxAI/MiniMax-M3",
-    {"MiniMaxM3VLText": {"moe_layer_freq": [0, 1], "sparse_attention_config": _SPARSE_ATTENTION}},
-)
 _LLAMA_VISION = Other("meta-llama/Llama-3.2-11B-Vision-Instruct", {"MllamaText": {"cross_attention_layers": [1]}})
 _LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [2.0] * 6}
 _PHI4 = {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 32, "rope_scaling": _LONGROPE}
@@ -77,8 +64,6 @@ OTHERS = {
     "LongcatFlashForCausalLM": Other(
         "meituan-longcat/LongCat-Flash-Chat", {"LongcatFlash": {"zero_expert_num": 2, "routed_scaling_factor": 6.0}}
     ),
-    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
-    "MiniMaxM3VLForCausalLM": _MINIMAX_M3,
     "MllamaForCausalLM": _LLAMA_VISION,
     "MllamaForConditionalGeneration": _LLAMA_VISION,
     "MptForCausalLM": Other("mosaicml/mpt-7b", {"Mpt": {"attn_config": {"alibi": True}, "no_bias": True}}),

@@ -261,6 +261,12 @@ _ROWS = {
         v=131072""",
     "MiniMaxAI/MiniMax-M2": """MiniMaxM2 silu minimax h=3072 i=1536 l=62 q=48 kv=8 d=128 max=196608 experts=256 top=8
         eps=1e-6 theta=5000000 window=None untied output_router_logits=False v=200064""",
+    "MiniMaxAI/MiniMax-M3": """MiniMaxM3Sparse:minimax_m3_vl_text minimax_m3_layers hidden_act='swigluoai' h=6144 i=3072
+        l=60 q=64 kv=4 d=128 max=524288 experts=128 top=4 eps=1e-6 theta=5000000 attention_output_gate=False
+        dense_intermediate_size=12288 n_shared_experts=1 num_mtp_modules=1 partial_rotary_factor=0.5 rotary_dim=64
+        qk_norm_type='per_head' routed_scaling_factor=2.0 scoring_func='sigmoid' shared_intermediate_size=3072
+        swiglu_alpha=1.702 swiglu_limit=7.0 untied use_gemma_norm=True use_qk_norm=True use_routing_bias=True
+        v=200064""",
     "zai-org/GLM-4.1V-9B-Thinking": """Glm4v:glm4v_text silu bias h=4096 i=13696 l=40 q=32 kv=2 max=65536 eps=1e-5
         mrope_glm partial_rotary_factor=0.5 theta=10000.0 untied v=151552""",
     "zai-org/GLM-4.5V": """Glm4vMoe:glm4v_moe_text silu bias h=4096 i=10944 l=46 q=96 kv=8 d=128 max=65536 moe=1408

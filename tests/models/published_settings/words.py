@@ -52,6 +52,21 @@ _LAGUNA_YARN = options(
 _GPT_OSS = _rope("yarn", 32.0, 4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
 _OLMO3 = _rope("yarn", 8.0, 8192, attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0)
 WORDS: dict[str, dict[str, Any]] = {
+    "minimax_m3_layers": {
+        "moe_layer_freq": [0] * 3 + [1] * 57,
+        "sparse_attention_config": {
+            "use_sparse_attention": True,
+            "sparse_index_dim": 128,
+            "sparse_num_index_heads": 4,
+            "sparse_topk_blocks": 16,
+            "sparse_block_size": 128,
+            "sparse_disable_index_value": [0] * 3 + [1] * 57,
+            "sparse_score_type": "max",
+            "sparse_init_block": 0,
+            "sparse_local_block": 1,
+            "sparse_attention_freq": [0] * 3 + [1] * 57,
+        },
+    },
     "no_rope_scaling": {"rope_scaling": None},
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
