@@ -9,9 +9,10 @@ import torch
 
 from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.loading.load_options import LoadOptions
 from paged.models.parallel.ranks import Ranks
 
@@ -31,7 +32,8 @@ _CPU_SLOTS = 32
 def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     """Return the cache configuration of a model: groups of equal K/V shape and window, and recurrent layers.
 
-    The index keys of layer i form a further layer of the cache, with index num_layers + i.
+    The index keys of layer i form a further layer of the cache, with index num_layers + i. If an indexer pools tokens,
+    the further layer has its tokens' rows, and the pools' keys lie beside the latents, in all layers of their group.
 
     fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys.
     """
@@ -39,20 +41,21 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None and config.attends[index]:
             kinds.setdefault(layer.cache_kind, []).append(index)
-    has_indexer = any(layer.indexer is not None for layer in config.attention)
+    indexers: dict[int, IndexConfig | BlockIndexConfig] = {}
+    for index, layer in enumerate(config.attention):
+        if layer.indexer is not None and config.attends[index]:
+            indexers[index] = layer.indexer
     sizes = (config.num_kv_heads, config.head_dim, config.head_dim, config.windows[0], False)
-    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers and not has_indexer:
+    if list(kinds) == [sizes] and len(kinds[sizes]) == config.num_layers and not indexers:
         fields["sliding_window"] = config.windows[0]
     else:
         fields["groups"] = [CacheGroup(tuple(layers), *kind) for kind, layers in kinds.items()]
     num_layers = config.num_layers
-    key_layers: list[int] = []
-    for index, layer in enumerate(config.attention):
-        if layer.indexer is not None:
-            key_layers.append(num_layers + index)
-            key_size = layer.indexer.key_size(fields.get("dtype") or torch.get_default_dtype())
-    if has_indexer:
-        fields["groups"].append(CacheGroup(tuple(key_layers), 1, key_size, key_size, latent=True))
+    if indexers:
+        key_layers = tuple(num_layers + index for index in indexers)
+        index_config = next(iter(indexers.values()))
+        dtype = fields.get("dtype") or torch.get_default_dtype()
+        fields["groups"] = _with_index_keys(fields["groups"], key_layers, index_config, dtype)
         num_layers *= 2
     recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}
     if recurrent:
@@ -62,6 +65,24 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
             tuple(recurrent), *shape, decays_channels=state.decays_channels, rank=state.rank
         )
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
+
+
+def _with_index_keys(
+    groups: list[CacheGroup], key_layers: tuple[int, ...], index: IndexConfig | BlockIndexConfig, dtype: torch.dtype
+) -> list[CacheGroup]:
+    """Return the groups with room for the keys of indexers, in a cache of `dtype`."""
+    key_size = index.key_size(dtype)
+    if isinstance(index, BlockIndexConfig) or index.pool_size == 1:
+        return [*groups, CacheGroup(key_layers, 1, key_size, key_size, latent=True)]
+    pooled: list[CacheGroup] = []
+    for group in groups:
+        if group.latent:
+            shape = group.layers, group.num_kv_heads, group.head_dim, group.v_head_dim, group.sliding_window, True
+            group = PooledGroup(*shape, pool_size=index.pool_size, entry_size=key_size)
+        pooled.append(group)
+    row_size = index.row_size(dtype)
+    rows = OpenPoolGroup(key_layers, 1, row_size, row_size, latent=True, pool_size=index.pool_size)
+    return [*pooled, rows]
 
 
 def sized_cache_config(

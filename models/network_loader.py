@@ -296,15 +296,12 @@ def _tensors_of(
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor belongs to a multi-token layer, to unused keys and values, or to an unused indexer."""
+    """Return whether a tensor belongs to a multi-token layer, or to unused keys and values."""
     match = _LAYER.match(name)
     if match is None:
         # ERNIE 4.5, MiMo, MiniMax and Qwen store multi-token layers apart.
         return name.startswith(("model.mtp_", "model.mtp.", "mtp."))
     layer = int(match[1])
-    if layer < config.num_layers and ".self_attn.indexer." in name:
-        latent = config.attention[layer].latent
-        return latent is not None and latent.skips_indexer
     if layer >= config.num_layers:
         return layer < config.num_layers + config.num_mtp_layers
     return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None

@@ -51,6 +51,12 @@ _LATENT_LENGTHS = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
 _LATENTS = {"lengths": _LATENT_LENGTHS, "heads": (128, 16, 4), "sizes": same((512, 64))}
 _BLOCK_INDEX = {"lengths": _LATENT_LENGTHS, "dim": (128, 128, 32)}
 _INDEXED = {"lengths": _LATENT_LENGTHS, "heads": (64, 16, 16), "dim": (128, 128, 32), "top_k": (2048, 128, 20)}
+# Pools of GLM-5.3-Flash, of a prompt.
+_POOLED = {
+    "lengths": ([(8192, 8192)], [(512, 512)], [(70, 200), (1, 48), (3, 33)]),
+    "dim": (128, 128, 32),
+    "pool": same(16),
+}
 # Problems of a quick run, one for every option.
 _QUICK = (
     "mixed batch",
@@ -295,6 +301,26 @@ def _scored_blocks_cost(_: Card, arguments: Arguments) -> Cost:
     return Cost(2 * q.shape[1] * q.shape[2] * pairs, moved)
 
 
+def _open_pools(draw: Draw, *, lengths: Lengths, dim: int, pool: int) -> Arguments:
+    """Draw rows of keys and gates. Rows that no sequence has hold NaN."""
+    problem = Problem("", tuple(lengths), (1, 1), 2 * dim, block_size=16, padding_rows=1, dtype=draw.dtype)
+    arguments = mla_problem.index_problem(problem, draw.device)
+    tensors = {name: arguments[name] for name in ("block_table", "cu_seqlens_q", "seq_lens")}
+    sizes = {"position_bias": draw.normal(pool, dim), "num_tokens": len(arguments["q"])}
+    return {"row_cache": arguments["key_cache"], **sizes, **tensors}
+
+
+def _open_pools_cost(_: Card, arguments: Arguments) -> Cost:
+    """Count the rows of closed pools, read once, and 4 operations for each of their numbers."""
+    pool_size, dim = arguments["position_bias"].shape
+    num_closed = 0
+    for q_len, seq_len in _lengths(arguments):
+        num_closed += seq_len // pool_size - (seq_len - q_len) // pool_size
+    num_rows, row_bytes = num_closed * pool_size, arguments["row_cache"][0, 0].nbytes
+    written = arguments["num_tokens"] * row_bytes // 2
+    return Cost(4 * num_rows * dim, num_rows * row_bytes + num_bytes(arguments["position_bias"]) + written)
+
+
 def _states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> Arguments:
     out_a, out_b = draw.normals(2, tokens, num_heads, dim)
     lse_a, lse_b = draw.floats(2, num_heads, tokens)
@@ -437,5 +463,16 @@ CARDS = (
             "local_blocks": (0, 1),
         },
         compiled=compiled_latents.block_index_cases,
+    ),
+    Card(
+        "pool_keys",
+        _open_pools,
+        defined(latent_definition.pool_keys, "keys"),
+        named("keys"),
+        errors=bounds.pooled_keys,
+        cost=_open_pools_cost,
+        rows=(Row(_POOLED),),
+        odd={"lengths": _ODD_LENGTHS, "dim": (24, 16), "pool": (3, 16, 1, 4)},
+        compiled=compiled_latents.pool_cases,
     ),
 )

@@ -133,10 +133,10 @@ def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
     fields = _with_indexer(hf, interleaved=True)
     with_indexer: LatentConfig = fields["latent"]
     without_indexer = replace(with_indexer, index=None, shares_choice=True)
-    return {**fields, "latent": for_kind(_indexer_types(hf), "full", with_indexer, otherwise=without_indexer)}
+    return {**fields, "latent": for_kind(indexer_types(hf), "full", with_indexer, otherwise=without_indexer)}
 
 
-def _indexer_types(hf: HfConfig) -> list[str]:
+def indexer_types(hf: HfConfig) -> list[str]:
     """Return for each layer "full", with an indexer, or "shared", without.
 
     The key is `indexer_types`; without it, the letters of `index_topk_pattern`; without both, `index_topk_freq`: all

@@ -9,12 +9,12 @@ from typing import Any
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
 from paged.models.families.attention_residual import SnapshotLayer, SnapshotNorm
-from paged.models.families.deepseek import latent_attention
+from paged.models.families.deepseek import indexer_types, latent_attention
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
 from paged.models.families.network import Network, family
 from paged.models.families.sigmoid_experts import by_mlp_layer_types, sigmoid_experts
-from paged.models.layers.config import DecoderConfig, MoeConfig, StreamsConfig
+from paged.models.layers.config import DecoderConfig, IndexConfig, MoeConfig, StreamsConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, decoder_config, for_kind, layer_kinds
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.layers.rope import RopeConfig, rope_config, rope_section
@@ -22,11 +22,6 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.parallel.share import Share
 
 _KINDS = ("linear_attention", "full_attention")
-# Keys of an indexer that chooses keys in pools.
-_INDEXER_KEYS = (
-    *("index_head_dim", "index_n_heads", "index_kpool", "indexer_types"),
-    *("index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"),
-)
 # Common key -> key in published files.
 _NAMES = {
     "max_position_embeddings": "model_max_length",
@@ -194,8 +189,7 @@ def _ling_rotation(hf: HfConfig) -> RopeConfig:
 class _Glm5Next(Network):
     """Text part of GLM-5.3-Flash (Z.ai, 2026): four residual streams, and latent attention that does not rotate.
 
-    An indexer chooses the keys of latent attention in pools. It chooses all of them if there are at most `index_topk`,
-    so that is the longest sequence here: keys of pools are not supported.
+    An indexer chooses the keys of latent attention in pools, see `PooledIndexer`.
     """
 
     model_type = "glm5_next_text"
@@ -215,8 +209,6 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     hf.choice("hidden_act", *CONV_ACTIVATIONS)
     hf.choice("swiglu_limit", 10.0)
     hf.choice("index_kpool_always_select_tail", True)
-    for key in _INDEXER_KEYS:
-        hf.value(key)  # matters beyond `index_topk` keys
     section = hf.section("linear_attn_config") or HfConfig({}, hf.source)
     bounds, key = hf, "linear_lower_bound"
     if "gate_lower_bound" in section.values:
@@ -234,21 +226,34 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     streams = StreamsConfig(
         count=hf.integer("hc_mult"), eps=hf.number("hc_eps"), num_iterations=hf.integer("hc_sinkhorn_iters")
     )
-    fields = latent_attention(hf, reads_head_dim=False, minimum_rope_dim=0)
-    latent = replace(fields.pop("latent"), eps=hf.number("rms_norm_eps"), skips_indexer=True)
+    fields = latent_attention(hf, _pooled_index(hf), reads_head_dim=False, minimum_rope_dim=0)
+    latent = replace(fields.pop("latent"), eps=hf.number("rms_norm_eps"))
     if latent.rope_dim:
         raise UnsupportedError(f"{hf.source}: qk_rope_head_dim {latent.rope_dim}, expected 0")
+    hf.integer("q_lora_rank")  # required: the indexer reads the queries' latent
+    kinds, types = _glm5_kinds(hf), indexer_types(hf)
+    attending = [kind for layer, kind in enumerate(types) if kinds[layer] == _KINDS[1]]
+    if attending[:1] == ["shared"]:
+        raise CheckpointError(f"{hf.source}: indexer type 'shared' of the first layer that attends, expected 'full'")
+    shared = replace(latent, index=None, shares_choice=True)
     return dict(
         **fields,
-        latent=latent,
-        max_position_embeddings=min(hf.integer("max_position_embeddings"), hf.integer("index_topk")),
+        latent=for_kind(types, "full", latent, otherwise=shared),
         activation="silu_10",
         rope=None,
-        recurrent=for_kind(_glm5_kinds(hf), _KINDS[0], delta),
+        recurrent=for_kind(kinds, _KINDS[0], delta),
         recurrent_name="self_attn",
         moe=by_mlp_layer_types(hf, sigmoid_experts(hf)),
         streams=streams,
     )
+
+
+def _pooled_index(hf: HfConfig) -> IndexConfig:
+    """Return the indexer; transformers refuses the same sizes."""
+    top_k, pool_size = hf.integer("index_topk"), hf.integer("index_kpool", minimum=2)
+    if top_k % pool_size:
+        raise CheckpointError(f"{hf.source}: index_topk {top_k}, expected a multiple of index_kpool {pool_size}")
+    return IndexConfig(hf.integer("index_n_heads"), hf.integer("index_head_dim"), top_k, pool_size=pool_size)
 
 
 def _glm5_kinds(hf: HfConfig) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, emp
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.hyper_connection import HyperConnection
+from paged.models.layers.indexer import PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.recurrent import GatedDeltaNet, Mamba2, RecurrentLayer, ShortConv
@@ -317,10 +318,15 @@ class Network(nn.Module):
                 continue
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
-            if layer.self_attn.indexer is not None:
-                key_layer = len(layers) + index  # cache of the indexer's keys, see `cache_config`
-                keys = held.of(kv_manager.k_cache(key_layer))
-                layer.self_attn.indexer.set_cache(keys, kv_manager.table_of(key_layer), tables[rotation])
+            indexer = layer.self_attn.indexer
+            if indexer is not None:
+                key_layer = len(layers) + index  # cache of the indexer's keys or rows, see `cache_config`
+                keys, table = held.of(kv_manager.k_cache(key_layer)), kv_manager.table_of(key_layer)
+                if isinstance(indexer, PooledIndexer):
+                    entries = held.of(kv_manager.entries(source))
+                    indexer.set_pools(entries, kv_manager.table_of(source), keys, table)
+                else:
+                    indexer.set_cache(keys, table, tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)
             if k_scale is not None and v_scale is not None:
                 layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)

@@ -33,14 +33,16 @@ class IndexConfig:
     """An indexer of sparse attention.
 
     Attributes:
-        top_k: number of keys that a query attends to.
+        top_k: number of keys that a query attends to, besides its open pool.
         interleaved: as in RopeConfig, for the heads of the indexer.
+        pool_size: tokens that have a key together; 1 if each has its own. See `PooledIndexer`.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
-    interleaved: bool
+    interleaved: bool = False
+    pool_size: int = 1
 
     def key_size(self, dtype: torch.dtype) -> int:
         """Return the elements of a key in a cache of `dtype`: float32 keys, or else e4m3 keys and a float32 scale.
@@ -56,6 +58,10 @@ class IndexConfig:
                 f"{INDEX_SCALE_BYTES}"
             )
         return (self.head_dim + INDEX_SCALE_BYTES) // dtype.itemsize
+
+    def row_size(self, dtype: torch.dtype) -> int:
+        """Return the elements of a token's key and gate in a cache of `dtype`; in a cache of 8 bits they have 16."""
+        return 2 * self.head_dim * max(1, 2 // dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,6 @@ class LatentConfig:
         index: the layer's indexer, which chooses the keys of a query; None for no indexer.
         shares_choice: whether the layer attends to the keys that the nearest earlier indexer chose. A layer without an
             indexer and without a shared choice attends to all keys.
-        skips_indexer: whether a checkpoint has an indexer that is not loaded, because it would choose all keys.
     """
 
     rank: int
@@ -123,7 +128,6 @@ class LatentConfig:
     eps: float = 1e-6
     index: IndexConfig | None = None
     shares_choice: bool = False
-    skips_indexer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from paged.kernels.attention.choose_blocks import choose_blocks
 from paged.kernels.attention.choose_keys import choose_keys
+from paged.kernels.attention.pool_keys import pool_keys
 from paged.kernels.cache.latent_cache import write_index_keys
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
@@ -34,10 +35,13 @@ class CachedKeys(nn.Module):
 
     def set_cache(self, k_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the indexer the cache of its keys, the index of their block table, and the layer's rotary table."""
-        self.table, self.cos_sin_cache = table, cos_sin_cache
-        self.key_cache = k_cache.squeeze(2)
-        if self.key_cache.shape[2] != self.head_dim:  # the cache holds e4m3 keys and their scales
-            self.key_cache = self.key_cache.view(torch.uint8)
+        self.key_cache, self.table, self.cos_sin_cache = self._as_keys(k_cache.squeeze(2)), table, cos_sin_cache
+
+    def _as_keys(self, cache: torch.Tensor) -> torch.Tensor:
+        """Return a cache [num_blocks, keys of a block, size] in the form of `choose_keys`."""
+        if cache.shape[2] == self.head_dim:
+            return cache
+        return cache.view(torch.uint8)  # e4m3 keys and their scales
 
 
 class Indexer(CachedKeys):
@@ -64,34 +68,53 @@ class Indexer(CachedKeys):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> torch.Tensor | None:
-        """Write the keys of all tokens; return the keys that each row attends to, int32 [R, top_k].
+        """Write the keys of all tokens; return the keys that each row attends to, int32 [R, columns].
 
         Return None if no sequence of the step can have more than top_k keys.
 
         q_latent: the queries' latent after its norm, [T, q_rank]. R is T, or the number of rows in `outputs`.
         """
         config = self.config
-        block_table, slot_mapping = metadata.table(self.table)
-        keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
-        self.rotate(positions, keys.unsqueeze(1), None, self.cos_sin_cache, interleaved=config.interleaved)
-        write_index_keys(keys, self.key_cache, slot_mapping)
-        if block_table.shape[1] * self.key_cache.shape[1] <= config.top_k:
+        self._write(hidden, positions, metadata)
+        block_table, _ = metadata.table(self.table)
+        if block_table.shape[1] * self.key_cache.shape[1] * config.pool_size <= config.top_k:
             return None
         queries: AttentionMetadata | OutputRows = metadata
         if outputs is not None:
             queries = outputs
             hidden, q_latent, positions = hidden[outputs.rows], q_latent[outputs.rows], positions[outputs.rows]
         q = self.wq_b(q_latent).unflatten(-1, (config.num_heads, config.head_dim))  # [R, H, head_dim]
-        self.rotate(positions, q, None, self.cos_sin_cache, interleaved=config.interleaved)
+        self._rotate(q, positions)
         weights = functional.linear(hidden, self.weights_proj).float() * (config.num_heads * config.head_dim) ** -0.5
+        return self._choose(q, weights, block_table, metadata.seq_lens, queries)
+
+    def _write(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Write the keys of all tokens. hidden: [T, hidden_size]."""
+        keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
+        self._rotate(keys.unsqueeze(1), positions)
+        write_index_keys(keys, self.key_cache, metadata.table(self.table)[1])
+
+    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rotate heads in place. heads: [tokens, heads, head_dim]."""
+        self.rotate(positions, heads, None, self.cos_sin_cache, interleaved=self.config.interleaved)
+
+    def _choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        queries: AttentionMetadata | OutputRows,
+    ) -> torch.Tensor:
+        """Return the best keys of each row. q: [R, H, head_dim]. weights: float32 [R, H]."""
         return self.choose_keys(
             q,
-            weights,  # [R, H]
+            weights,
             self.key_cache,
             block_table=block_table,
             cu_seqlens_q=queries.cu_seqlens_q,
-            seq_lens=metadata.seq_lens,
-            top_k=config.top_k,
+            seq_lens=seq_lens,
+            top_k=self.config.top_k,
             plan=queries.plan,
         )
 
@@ -99,6 +122,89 @@ class Indexer(CachedKeys):
         destinations = self.wq_b.destinations(prefix) | self.wk.destinations(prefix)
         destinations |= self.k_norm.destinations(f"{prefix}.k_norm")
         destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
+        return destinations
+
+
+class PooledIndexer(Indexer):
+    """The indexer of GLM-5.3 (Z.ai, 2026): it chooses pools of consecutive tokens, whose keys do not rotate.
+
+    A pool's key is written when its last token is; see `pool_keys` for the formula. A query attends to all tokens of
+    the best pools and to its own pool as far as that is open.
+
+    key_cache: keys of pools, which lie beside the layer's latents. row_cache: key and gate of each token of open pools,
+    [num_blocks, block_size, 2 * head_dim], in a table of their own.
+    """
+
+    row_cache: torch.Tensor
+    row_table: int
+
+    def __init__(self, hidden_size: int, q_rank: int, config: IndexConfig) -> None:
+        super().__init__(hidden_size, q_rank, config)
+        self.gate = empty_parameter(config.head_dim, hidden_size)  # never packed
+        self.position_bias = empty_parameter(config.pool_size, config.head_dim)
+        self.pool_keys, self.choose_blocks = Bound(pool_keys), Bound(choose_blocks, step="plan")
+
+    def set_pools(self, entries: torch.Tensor, table: int, row_cache: torch.Tensor, row_table: int) -> None:
+        """Give the indexer the caches of pools and of tokens, and the indices of their block tables."""
+        self.key_cache, self.table, self.row_table = self._as_keys(entries), table, row_table
+        self.row_cache = row_cache.squeeze(2)
+        if self.row_cache.dtype.itemsize == 1:
+            self.row_cache = self.row_cache.view(torch.bfloat16)
+
+    def _write(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Write the rows of all tokens, then the keys of the pools that they close."""
+        keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
+        rows = torch.cat([keys, functional.linear(hidden, self.gate)], -1)  # [T, 2 * head_dim]
+        row_table, row_slots = metadata.table(self.row_table)
+        write_index_keys(rows.to(self.row_cache.dtype), self.row_cache, row_slots)
+        pooled = self.pool_keys(
+            self.row_cache,
+            self.position_bias,
+            num_tokens=len(hidden),
+            block_table=row_table,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+        )  # [T, head_dim]
+        _, slots = metadata.table(self.table)
+        pool_size = self.config.pool_size  # divides the block size, so that slots count positions of pools
+        is_closing = (slots >= 0) & (slots % pool_size == pool_size - 1)
+        entry_slots = torch.where(is_closing, slots // pool_size, -1)
+        write_index_keys(pooled, self.key_cache, entry_slots)
+
+    def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> None:
+        """Leave heads as they are."""
+
+    def _choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        queries: AttentionMetadata | OutputRows,
+    ) -> torch.Tensor:
+        """Return the tokens of the best pools and of the open pool, also those behind the query."""
+        pool_size = self.config.pool_size
+        pools = self.choose_blocks(
+            q,
+            self.key_cache,
+            weights=weights,
+            block_table=block_table,
+            cu_seqlens_q=queries.cu_seqlens_q,
+            seq_lens=seq_lens,
+            top_k=self.config.top_k // pool_size,
+            chosen_block_size=pool_size,
+            pool_size=pool_size,
+            local_blocks=0,
+            plan=queries.plan,
+        )  # [R, 1, pools]
+        pools = pools.transpose(1, 2)  # [R, pools, 1]
+        tokens = pools * pool_size + torch.arange(pool_size, dtype=torch.int32, device=pools.device)
+        return torch.where(pools >= 0, tokens, -1).flatten(1)
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix)
+        destinations[f"{prefix}.index_kpool_compress_gate"] = self.gate
+        destinations[f"{prefix}.index_kpool_compress_ape"] = self.position_bias
         return destinations
 
 

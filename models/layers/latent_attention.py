@@ -17,7 +17,7 @@ from paged.models.layers.attention_options import HeadGate
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
-from paged.models.layers.indexer import Indexer
+from paged.models.layers.indexer import Indexer, PooledIndexer
 from paged.models.loading.weights import Destinations
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.step.metadata import AttentionMetadata, OutputRows
@@ -79,7 +79,8 @@ class LatentAttention(nn.Module):
             self.q_norm = RmsNorm(sizes.q_rank, norms)
         self.indexer: Indexer | None = None
         if sizes.index is not None and sizes.q_rank is not None:
-            self.indexer = Indexer(hidden, sizes.q_rank, sizes.index)
+            indexer = Indexer if sizes.index.pool_size == 1 else PooledIndexer
+            self.indexer = indexer(hidden, sizes.q_rank, sizes.index)
         self.kv_norm = RmsNorm(sizes.rank, norms)
         self.gate_proj: HeadGate | None = None
         if layer.head_gate is not None:
@@ -167,14 +168,14 @@ class LatentAttention(nn.Module):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> torch.Tensor | None:
-        """Return the keys that each row attends to, int32 [R, top_k]; None for all."""
+        """Return the keys that each row attends to, int32 [R, columns]; None for all."""
         if self.indexer is None and not self.sizes.shares_choice:
             return None
         choices: dict[str, torch.Tensor | None] = metadata.plan.runs.setdefault("chosen keys", {})
         if self.indexer is not None:
             choices["last"] = self.indexer(hidden, q_latent, positions, metadata, outputs)
             return choices["last"]
-        indices = choices["last"]  # [T, top_k]: the earlier layer had no `outputs`
+        indices = choices["last"]  # [T, columns]: the earlier layer had no `outputs`
         if indices is None or outputs is None:
             return indices
         return indices[outputs.rows]

@@ -84,8 +84,8 @@ class CacheGroup:
         raise NotImplementedError
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements per token and layer: the key, then the value unless it lies in the key. Every size must be set."""
+    def row_sizes(self) -> tuple[int, ...]:
+        """Elements of a token's key, then of its value unless that lies in the key. Every size must be set."""
         assert self.num_kv_heads is not None
         assert self.head_dim is not None
         assert self.v_head_dim is not None
@@ -93,6 +93,18 @@ class CacheGroup:
         if self.latent:
             return (key,)
         return key, value
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements that a layer takes per token: `row_sizes`, the first with what a block holds behind its keys."""
+        return self.row_sizes
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raise InvalidInputError unless the group can have blocks of this size."""
+
+    def entries_shape(self, block_size: int) -> tuple[int, int]:
+        """Return number and size of the entries behind a layer's keys in a block, see `PooledGroup`."""
+        return 0, 0
 
     def num_slots(self, width: int, num_layers: int) -> int:
         """Return how many planes of `width` elements hold K and V of `num_layers`; small layers share a plane."""
@@ -136,8 +148,8 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     """Split groups into the layers of each block table, so that blocks of all tables have about the same size.
 
     Groups of one kind (same shape and window) are joined, then cut into equal parts. The block size chosen wastes the
-    least memory. If some layers have a window, a block holds all layers of one kind, because long sequences fill the
-    tables without a window and padding there costs most. Tables are sorted: no window first, then by falling window.
+    least memory, first of all in tables without a window, because long sequences fill these. If some layers have a
+    window, a block holds all layers of one kind. Tables are sorted: no window first, then by falling window.
     """
     kinds: dict[CacheGroup, list[int]] = {}
     for group in groups:
@@ -160,7 +172,17 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
         # Try every number of planes. The best one halves the cache of GLM-5.2, see limits.md.
         sizes = list(range(sizes[0], least - 1, -1))
     few = [num_planes for num_planes in sizes if sum(counts(num_planes)) <= _MAX_TABLES]
-    num_planes = min(few or sizes[:1], key=lambda num_planes: num_planes * sum(counts(num_planes)))
+
+    def cost(num_planes: int) -> tuple[int, int]:
+        """Return the planes of a position in tables without a window, then in all tables."""
+        num_tables = counts(num_planes)
+        num_whole = 0
+        for kind, count in zip(kinds, num_tables, strict=True):
+            if kind.most_seen is None:
+                num_whole += count
+        return num_planes * num_whole, num_planes * sum(num_tables)
+
+    num_planes = min(few or sizes[:1], key=cost)
     tables: list[CacheGroup] = []
     for (kind, layers), count in zip(kinds.items(), counts(num_planes), strict=True):
         layers.sort()

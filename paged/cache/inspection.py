@@ -252,6 +252,16 @@ class KvInspection:
         """Return the values of one layer, as `k_cache`; the last dimension is the group's v_head_dim."""
         return self._tensors.v_cache(layer)
 
+    def entries(self, layer: int) -> torch.Tensor:
+        """Return the pooled keys of a layer in a `PooledGroup`, a view [num_blocks + 1, pools of a block, entry_size].
+
+        Entry i of a block is of its positions i * pool_size to (i + 1) * pool_size - 1.
+
+        Raises:
+            InvalidInputError: the layer does not exist, or has no pooled keys.
+        """
+        return self._tensors.entries(layer)
+
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return `k_scale` and `v_scale` of an int8 layer for the kernels; (None, None) for other dtypes.
 

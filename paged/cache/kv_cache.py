@@ -63,9 +63,9 @@ class PagedKvCacheConfig:
     Raises:
         InvalidInputError: PAGED_CANARY is neither 1 nor 0; a size is not a positive integer of 31 bits, the watermarks
             are not 0 <= high <= low <= 1, enable_prefix_cache is not a bool, or the hash is unknown; or groups are not
-            CacheGroups, share a layer, contain one beyond num_layers, or are given together with sliding_window; or
-            recurrent is not a RecurrentSpec of layers below num_layers; or a number of bytes is negative; or
-            cache_folder is not a path that can be a folder.
+            CacheGroups, share a layer, contain one beyond num_layers, cannot have blocks of this size, or are given
+            together with sliding_window; or recurrent is not a RecurrentSpec of layers below num_layers; or a number of
+            bytes is negative; or cache_folder is not a path that can be a folder.
     """
 
     num_layers: int
@@ -122,6 +122,8 @@ class PagedKvCacheConfig:
             expected = f"a RecurrentSpec of layers below {self.num_layers}"
             raise InvalidInputError(f"recurrent: {shown(recurrent)}, expected {expected}")
         groups = [group.with_defaults(self.num_kv_heads, self.head_dim) for group in self._checked_groups()]
+        for group in groups:
+            group.check_block_size(self.block_size)
         in_pool = [group for group in groups if not group.has_own_memory]
         if not in_pool:
             raise InvalidInputError(f"groups: {shown(groups)}, expected one with blocks of the pool")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -311,6 +312,7 @@ class KvCacheTensors:
             planes = storage.unbind()
             self._copies.append(BlockCopy(planes, planes))
         self._num_layers, self._tables = config.num_layers, config.tables
+        self._entries: dict[int, torch.Tensor] = {}  # by layer, see `entries`
         self._stacks = [self._views(table) for table in config.tables]
         # By layer: index of its table, then keys, values and any scales.
         self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
@@ -328,17 +330,37 @@ class KvCacheTensors:
         num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
         heads = table.num_kv_heads
         assert heads is not None
-        for elements in table.sizes:
+        for elements, row_size in zip(table.sizes, table.row_sizes, strict=True):
             together = size // elements
             end = start - -len(table.layers) // together
             shape = end - start, num_blocks, together, self.block_size, heads
-            rows = self.storage[start:end, :, : together * self.block_size * elements]
-            stacks.append(rows.view(*shape, elements // heads).transpose(1, 2))
+            parts = self.storage[start:end, :, : together * self.block_size * elements]
+            parts = parts.view(*shape[:3], self.block_size * elements).transpose(1, 2)
+            rows, behind = parts.split([self.block_size * row_size, self.block_size * (elements - row_size)], -1)
+            stacks.append(rows.unflatten(-1, (self.block_size, heads, row_size // heads)))
+            if start == 0:
+                self._keep_entries(table, behind)
             for storage in self._scales:
                 of_rows = storage[start:end, :, : together * self.block_size * heads]
                 scales.append(of_rows.view(shape).transpose(1, 2))
             start = end
         return stacks + scales
+
+    def _keep_entries(self, table: CacheGroup, behind: torch.Tensor) -> None:
+        """Keep views of a table's entries. behind: [planes, layers per plane, num_blocks + 1, elements after keys]."""
+        shape = table.entries_shape(self.block_size)
+        if shape == (0, 0):
+            return
+        stack = behind[..., : math.prod(shape)].unflatten(-1, shape)
+        for layer, entries in zip(table.layers, chain.from_iterable(stack), strict=False):
+            self._entries[layer] = entries
+
+    def entries(self, layer: int) -> torch.Tensor:
+        """Implement `PagedKvCacheManager.entries`."""
+        layer = self.layer(layer)
+        if layer not in self._entries:
+            raise InvalidInputError(f"layer: {layer} has no pooled keys")
+        return self._entries[layer]
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Implement `PagedKvCacheManager.k_cache`."""

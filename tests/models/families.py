@@ -356,7 +356,7 @@ PARTS = Families(
         routed_scaling_factor=1.5 n_group=4 topk_group=2 topk_method='group_limited_greedy'""",
     glm4v="Glm4vText half_mrope head_dim=16 pad_token_id=0",
     glm5_next="""Glm5NextText latent routed_experts qk_rope_head_dim=0 linear_head_dim=16 linear_num_heads=4
-        index_topk=64 index_kpool=4 index_head_dim=16 index_n_heads=4 n_group=4 topk_group=2 hc_mult=3
+        index_topk=16 index_kpool=4 index_head_dim=16 index_n_heads=16 n_group=4 topk_group=2 hc_mult=3
         hc_sinkhorn_iters=4 layer_types=['linear_attention','indexed_attention'] mlp_layer_types=['dense','sparse']
         pad_token_id=0""",
     glm_ocr="GlmOcrText half_mrope head_dim=16 pad_token_id=0",
@@ -457,6 +457,8 @@ def randomize_vectors(model: Any) -> None:
             parameter.uniform_(-3, 0)
         elif parameter.dim() == 1 or name.endswith("bias"):
             parameter.uniform_(0.5, 1.5)
+        elif ".index_kpool_" in name:
+            parameter.normal_()
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.uniform_(0.1, 0.4)

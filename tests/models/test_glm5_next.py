@@ -1,5 +1,6 @@
-"""GLM-5.3-Flash's text model up to the longest sequence whose keys its indexer would all choose."""
+"""GLM-5.3-Flash's text model, beyond the keys that its indexer chooses."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,22 +8,53 @@ import pytest
 import torch
 
 from paged import silu_and_mul
-from paged.errors import InvalidInputError, UnsupportedError
+from paged.errors import UnsupportedError
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import load_model, model_config
 from tests.models.edits import assert_refused, edit_config
-from tests.models.families import PARTS, assert_same_logits, logits_of, save_checkpoint, tokens
+from tests.models.families import PARTS, Case, assert_same_logits, save_checkpoint, tokens
+
+POOL, BLOCK = 4, 8
 
 
-def test_the_longest_sequence(tmp_path: Path) -> None:
-    theirs = save_checkpoint(PARTS["glm5_next"], tmp_path)
-    model = load_model(tmp_path, block_size=8, num_blocks=32)
-    assert model.config.max_seq_len == 64
-    ids = tokens(64)
-    assert_same_logits(model.forward_verify("a", ids), logits_of(theirs, ids))
-    with pytest.raises(InvalidInputError, match="max_seq_len: 65, expected 1 to 64"):
-        load_model(tmp_path, max_seq_len=65)
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """A model without recurrent layers, whose sequences may be cut and shared anywhere; one layer shares a choice."""
+    config = copy.deepcopy(PARTS["glm5_next"])
+    config.layer_types = ["indexed_attention"] * 2
+    config.indexer_types = ["full", "shared"]
+    folder = tmp_path_factory.mktemp("pooled")
+    theirs = save_checkpoint(config, folder)
+    return Case(theirs, load_model(folder, block_size=BLOCK, num_blocks=96, num_swap_blocks=32))
+
+
+def test_cuts_at_every_position_of_a_pool(pooled: Case) -> None:
+    """Chunks, forks, truncations and hits: a sequence goes on from each position with other tokens."""
+    model, manager = pooled.ours, pooled.ours.kv_manager
+    ids = tokens(40)
+    for length in range(31, 31 + POOL + 1):
+        others = ids[:length] + tokens(9, length)
+        expected = pooled.expected(others)[length:]
+        model.forward_verify("chunks", ids[:length])
+        assert_same_logits(model.forward_verify("chunks", others[length:]), expected)
+        model.forward_verify("cut", ids)
+        fork = manager.fork(manager.get_handle("cut"), "fork")
+        manager.truncate(fork, length)
+        assert_same_logits(model.forward_verify("fork", others[length:]), expected)
+        model.truncate_kv("cut", length)
+        assert_same_logits(model.forward_verify("cut", others[length:]), expected)
+        manager.check_integrity()
+        model.reset()
+    model.forward_verify("known", ids)
+    handle = manager.get_handle("known")
+    assert handle is not None
+    manager.commit(handle, ids)
+    for length, cached in ((32, 31), (37, 32), (40, 39)):
+        others = ids[:length] + tokens(9, length)
+        assert manager.allocate(length, token_ids=ids[:length]).num_cached_tokens == cached
+        assert_same_logits(model.forward_verify(length, others[cached:]), pooled.expected(others)[cached:])
+    model.reset()
 
 
 def test_another_limit_of_the_activation_is_refused(tmp_path: Path) -> None:

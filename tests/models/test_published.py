@@ -88,7 +88,7 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         if "swa_num_key_value_heads" in values:
             own |= {"swa_num_key_value_heads": 2 * kv_heads, "swa_num_attention_heads": own["num_attention_heads"]}
     if model_type == "glm5_next_text":
-        own |= {"index_topk": 64, "linear_num_heads": 4, "linear_head_dim": 16}  # `index_topk` limits a sequence
+        own |= {"linear_num_heads": 4, "linear_head_dim": 16}
     if "linear_attn_config" in values:
         linear = values["linear_attn_config"]
         kept = {key: [one for one in linear[key] if one <= layers] for key in ("full_attn_layers", "kda_layers")}

@@ -6,11 +6,12 @@ from typing import Any
 
 from paged.bench.compilation.cases.attention import planned_launch
 from paged.bench.compilation.cases.case import TARGETS, TENSOR_CORES, CompileCase
-from paged.bench.compilation.cases.launches import empty, launch_case, launch_of, launches_of
+from paged.bench.compilation.cases.launches import empty, launch_case, launch_of, launches_of, single_case
 from paged.kernels.attention.choose_blocks import _block_ranks_kernel, choose_blocks
 from paged.kernels.attention.choose_keys import _index_scores_kernel, choose_keys
 from paged.kernels.attention.latent_kernel import _mla_attention_kernel
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
+from paged.kernels.attention.pool_keys import pool_keys
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
 
 _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "rope_slot", "out_token", "out_head")
@@ -61,6 +62,16 @@ def block_index_cases() -> list[CompileCase]:
             _block_index_case(target, 64, size=128, is_packed=True, is_weighted=True),
             _block_index_case(target, 4, size=128, dtype="fp32"),
         ]
+    return cases
+
+
+def pool_cases() -> list[CompileCase]:
+    """Return GLM-5.3's pools in 16 and 32 bits, and a pool of another size."""
+    cases = []
+    for dtype, pool_size in (("bf16", 16), ("fp32", 16), ("bf16", 24)):
+        rows, bias = empty(dtype, 4, _BLOCK_SIZE, 256), empty(dtype, pool_size, 128)
+        name = f"pool_keys {dtype} pools of {pool_size}"
+        cases.append(single_case(name, pool_keys, rows, bias, num_tokens=1, **_step()))
     return cases
 
 

@@ -1,7 +1,7 @@
 """A kind with blocks of its own: pooled keys whose blocks are smaller than those of the pool.
 
 A block of the kind holds the entries of one position of the cache, then the raw rows of the newest pool that was
-written in it, as `PooledTable` has them. Prompts find the blocks of all their positions, on the device or in the tier.
+written in it. Prompts find the blocks of all their positions, on the device or in the tier.
 """
 
 from __future__ import annotations

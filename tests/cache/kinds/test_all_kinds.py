@@ -7,6 +7,7 @@ import torch
 
 from paged import InvalidInputError, KvCacheHandle, KvSlotRequest, OutOfBlocksError, PagedError, RecurrentSpec
 from paged.cache.kinds.state import States
+from tests.cache.kinds.own_pooled import POOL
 from tests.cache.kinds.test_new_kind import BLOCK, PooledModel, key_of, make
 from tests.cache.recurrent.hashing_model import HashingModel
 
@@ -57,9 +58,7 @@ class AllKinds(PooledModel):
             self.untold[handle] = tokens
 
     def row(self, handle: KvCacheHandle, layer: int, position: int) -> torch.Tensor:
-        block = handle.blocks[position // BLOCK * self.num_tables + self.manager.table_of(layer)]
-        assert block
-        row: torch.Tensor = self.manager.k_cache(layer)[block, position % BLOCK, 0]
+        row: torch.Tensor = self.manager.k_cache(layer)[self.block(handle, layer, position), position % BLOCK, 0]
         return row
 
     def check(self) -> None:
@@ -170,7 +169,7 @@ def test_check_integrity_sees_a_contradiction_of_each_kind(
     model.texts[handle] = []
     model.run(handle, model.trunk[:32])
     model.run(handle, model.trunk[32:40])
-    assert [table.sliding_window for table in model.manager.config.tables] == [None, None, WINDOW]
+    assert [table.most_seen for table in model.manager.config.tables] == [None, None, WINDOW, POOL]
     assert states_of(model).kept
     model.check()
     plant(model, handle)

@@ -1,4 +1,4 @@
-"""Kinds in files of their own take part in every call of a cache that was not changed for them."""
+"""Pooled keys beside a layer's own, and in memory of a kind that the cache does not know, in every call of a cache."""
 
 import random
 from collections import Counter
@@ -19,21 +19,24 @@ from paged import (
     PagedKvCacheManager,
     UnsupportedError,
 )
-from tests.cache.kinds.own_pooled import OwnPooled, OwnPooledGroup
-from tests.cache.kinds.pooled import POOL, PooledGroup, PooledTable, rows_of
+from paged.cache.kinds.pools import PooledTable
+from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
+from tests.cache.kinds.own_pooled import POOL, OwnPooled, OwnPooledGroup
 from tests.cache.stress.test_failed_calls import OURS
 from tests.failure import CACHE_GUARD, Failure
 
-BLOCK = PooledGroup.block_size
+BLOCK = 16
 WIDTH = 8
-# Layers of pooled keys, in blocks of the pool and in blocks of their own.
-TABLE, OWN = (2, 3), (4, 5)
+# Layers with pooled keys beside their own, with the rows of open pools, and with both in memory of their own.
+POOLED, OPEN, OWN = 2, 3, (4, 5)
 
 
 def make(**changes: object) -> PagedKvCacheManager:
-    """A cache of one layer that sees all tokens, one of latents with a window, and two of each kind of pooled keys."""
+    """A cache of one layer that sees all tokens, one of latents with a window, and layers of pooled keys."""
     window = CacheGroup((1,), sliding_window=5, latent=True)
-    groups = [CacheGroup((0,)), window, PooledGroup(TABLE, latent=True), OwnPooledGroup(OWN)]
+    pooled = PooledGroup((POOLED,), latent=True, pool_size=POOL, entry_size=WIDTH)
+    rows = OpenPoolGroup((OPEN,), latent=True, pool_size=POOL)
+    groups = [CacheGroup((0,)), window, pooled, rows, OwnPooledGroup(OWN)]
     sizes = {"num_layers": 6, "num_kv_heads": 1, "head_dim": WIDTH, "block_size": BLOCK, "num_blocks": 60}
     return PagedKvCacheManager(PagedKvCacheConfig(**{**sizes, "num_swap_blocks": 20, "groups": groups, **changes}))
 
@@ -52,25 +55,34 @@ class PooledModel:
         self.texts: dict[KvCacheHandle, list[int]] = {}
         self.seen: Counter[str] = Counter()
         self.trunk = [self.random.randrange(3) for _ in range(100)]
-        (self.kind,) = [kind for kind in manager._kinds if isinstance(kind, PooledTable)]
         (self.own,) = [kind for kind in manager._kinds if isinstance(kind, OwnPooled)]
-        self.column = self.kind.columns[0]
         self.num_tables = len(manager.config.tables)
 
-    def rows(self, handle: KvCacheHandle, layer: int, position: int) -> torch.Tensor:
-        """The rows of the block that has a position."""
+    def block(self, handle: KvCacheHandle, layer: int, position: int) -> int:
+        block = handle.blocks[position // BLOCK * self.num_tables + self.manager.table_of(layer)]
+        assert block
+        return block
+
+    def raw(self, handle: KvCacheHandle, layer: int, position: int) -> torch.Tensor:
+        """The row of a position in its pool."""
         if layer in OWN:
-            return self.own.rows(handle._state, layer, position)
-        block = handle.blocks[position // BLOCK * self.num_tables + self.column]
-        return rows_of(self.manager.k_cache(layer))[block]
+            return self.own.rows(handle._state, layer, position)[position % POOL - POOL]
+        row: torch.Tensor = self.manager.k_cache(OPEN)[self.block(handle, OPEN, position), position % BLOCK, 0]
+        return row
+
+    def entry(self, handle: KvCacheHandle, layer: int, position: int) -> torch.Tensor:
+        """The entry of the pool of a position."""
+        if layer in OWN:
+            return self.own.rows(handle._state, layer, position)[position % BLOCK // POOL]
+        return self.manager.entries(POOLED)[self.block(handle, POOLED, position), position % BLOCK // POOL]
 
     def write(self, handle: KvCacheHandle, tokens: list[int], start: int) -> None:
-        for layer in TABLE + OWN:
+        for layer in (POOLED, *OWN):
             for position in range(start, len(tokens)):
-                rows = self.rows(handle, layer, position)
-                rows[position % POOL - POOL] = key_of(layer, tokens, position)
+                self.raw(handle, layer, position)[:] = key_of(layer, tokens, position)
                 if position % POOL == POOL - 1:
-                    rows[position % BLOCK // POOL] = rows[-POOL:].sum(0)
+                    rows = [self.raw(handle, layer, position - before) for before in range(POOL)]
+                    self.entry(handle, layer, position)[:] = torch.stack(rows).sum(0)
 
     def run(self, handle: KvCacheHandle, tokens: list[int], *, fails: bool = False) -> None:
         text = self.texts[handle] + tokens
@@ -94,13 +106,13 @@ class PooledModel:
             assert handle.num_tokens == len(text)
             if handle.is_swapped:
                 continue
-            for layer in TABLE + OWN:
+            for layer in (POOLED, *OWN):
                 keys = [key_of(layer, text, position) for position in range(len(text))]
                 for start in range(0, len(text) // POOL * POOL, POOL):
-                    entry = self.rows(handle, layer, start)[start % BLOCK // POOL]
+                    entry = self.entry(handle, layer, start)
                     assert torch.equal(entry, torch.stack(keys[start : start + POOL]).sum(0))
                 for position in range(len(text) // POOL * POOL, len(text)):
-                    assert torch.equal(self.rows(handle, layer, position)[position % POOL - POOL], keys[position])
+                    assert torch.equal(self.raw(handle, layer, position), keys[position])
 
     def begin(self) -> None:
         if len(self.texts) < 4:
@@ -144,7 +156,7 @@ class PooledModel:
     def share(self) -> None:
         source = self.handle()
         count = source.num_tokens // BLOCK
-        seen = ((count * BLOCK - 4) // BLOCK + 1) * self.num_tables - 1
+        seen = (count * BLOCK - 4) // BLOCK * self.num_tables + self.manager.table_of(1)
         if len(self.texts) < 4 and count and source.blocks[seen]:  # else it lies behind the window
             target = self.manager.allocate(f"share {self.seen['shared']}")
             self.manager.share_prefix_blocks(source, target, count)
@@ -172,7 +184,7 @@ def test_pooled_keys_are_those_of_their_tokens(seed: int, tier_bytes: int) -> No
     """Random hits, steps that fail, truncations, forks and swaps: every entry and every open pool is right."""
     manager = make(host_cache_bytes=tier_bytes)
     model = PooledModel(manager, seed)
-    calls = {model.begin: 8, model.step: 10, model.truncate: 6, model.fork: 2, model.share: 2, model.swap_out: 2}
+    calls = {model.begin: 8, model.step: 10, model.truncate: 6, model.fork: 2, model.share: 3, model.swap_out: 2}
     calls |= {model.swap_in: 2, model.free: 6, model.evict: 1}
     for call in model.random.choices(list(calls), list(calls.values()), k=300):
         try:
@@ -219,20 +231,26 @@ def test_a_failure_anywhere_keeps_records_and_rows(name: str) -> None:
         model.texts[handle] = []
         model.run(handle, [1] * 22)
         model.texts[manager.fork(handle, "b")] = model.texts[handle].copy()
-        records = [(model.kind.get(each._state), model.own.get(each._state)) for each in manager.handles()]
+        records = [model.own.get(each._state) for each in manager.handles()]
         is_hit = Failure(count, OURS, MemoryError(), skip=CACHE_GUARD).hits(partial(CALLS[name], manager, handle))
         if is_hit:
             model.check()
-            assert [(model.kind.get(each._state), model.own.get(each._state)) for each in manager.handles()] == records
+            assert [model.own.get(each._state) for each in manager.handles()] == records
         count += 7
     assert count > 30
 
 
 def test_a_kind_answers_for_its_own_tables() -> None:
     manager = make()
-    assert [table.kind for table in manager.config.tables].count(PooledTable) == 1
-    assert manager.k_cache(2).shape[1:3] == (BLOCK, 1)
-    assert manager.table_of(1) == manager._kinds[1].columns[0]
+    assert manager.k_cache(POOLED).shape[1:] == (BLOCK, 1, WIDTH)
+    assert manager.entries(POOLED).shape[1:] == (BLOCK // POOL, WIDTH)
+    assert manager.k_cache(POOLED).stride(0) == 16 * WIDTH + 4 * WIDTH
+    with pytest.raises(InvalidInputError, match="layer: 3 has no pooled keys"):
+        manager.entries(OPEN)
+    with pytest.raises(InvalidInputError, match="block_size: 6, expected a multiple of pool_size 4"):
+        make(block_size=6)
+    with pytest.raises(InvalidInputError, match="sliding_window: 8, expected None beside pooled keys"):
+        PooledGroup((0,), sliding_window=8)
     with pytest.raises(InvalidInputError, match="layer: 4 has no K/V of its own"):
         manager.k_cache(4)
     handle = manager.allocate("a")
