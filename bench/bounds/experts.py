@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from paged.bench.bounds.first_order import ELEMENTARY, SLOPE, Defined, U, gamma, independent, rounding, unit
@@ -99,6 +101,7 @@ def _activated(
     factor = up
     if activation == "swiglu_oai":
         factor = 1 + up.clamp(-7, 7)
-    alone = gated_activation(gate, torch.full_like(up, float(activation != "swiglu_oai")), activation)
+    factor_of_1 = {"swiglu_oai": 0.0, "situ": 25 * math.atanh(1 / 25)}.get(activation, 1.0)
+    alone = gated_activation(gate, torch.full_like(up, factor_of_1), activation)
     moved = SLOPE * gate_error * factor.abs() + (alone.abs() + SLOPE * gate_error) * up_error
     return gated_activation(gate, up, activation), moved + activation_error(gate, up, activation)

@@ -58,6 +58,10 @@ def activation_error(gate: torch.Tensor, up: torch.Tensor, activation: str) -> t
         return relative * gated_activation(gate, up, activation).abs() + TINY * gate.abs() * up.abs()
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7), 1 + up.clamp(-7, 7).abs()
+    if activation == "situ":
+        gate, up = 4 * torch.tanh(gate / 4), 25 * torch.tanh(up / 25)
+    if activation == "silu_10":
+        gate, up = gate.clamp(max=10), up.clamp(-10, 10)
     # 1 + erf and 1 + tanh cancel for negative gates.
     return 2 * ELEMENTARY * gate.abs() * up.abs()
 

@@ -13,12 +13,13 @@ import paged
 from paged.bench.bounds import experts as bounds
 from paged.bench.cards.card import Card, Edge, Row, defined, named, same, whole
 from paged.bench.cards.draw import Draw
-from paged.bench.cards.layers import ACTIVATIONS, TOKENS
+from paged.bench.cards.layers import TOKENS
 from paged.bench.compilation.cases import moe as compiled
 from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors, num_bytes
 from paged.bench.problems.experts import MoeCase, MoeModel
 from paged.bench.problems.formats import FORMATS
+from paged.kernels.layers.activation import ACTIVATIONS
 from paged.kernels.moe import definition
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 

@@ -11,7 +11,7 @@ from ..core.errors import InvalidInputError
 from ..core.launch import Compute, Launch, nothing, num_warps, rows_of, tile, wait_for_inputs
 from ..core.operation import Run, operation
 from . import definition
-from .activation import check_activation, gated_activation, known_activations
+from .activation import ACTIVATIONS, check_activation, gated_activation
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -55,10 +55,10 @@ def silu_and_mul(x: torch.Tensor, *, activation: str = "silu", out: torch.Tensor
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit.
-        UnsupportedError: the activation is unknown, or not known to Triton, or an argument requires a gradient.
+        UnsupportedError: the activation is unknown, or an argument requires a gradient.
     """
     check_dtype("x", x, *FLOAT_DTYPES)
-    check_activation(activation, known_activations(by_triton=use_triton(x)))
+    check_activation(activation, ACTIVATIONS)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidInputError(f"x: shape {list(x.shape)}, expected [..., 2 * size]")
     check_out(out, (*x.shape[:-1], x.shape[-1] // 2), x)

@@ -21,7 +21,7 @@ from ..core.device import device_of, takes_numba, use_triton
 from ..core.errors import InvalidInputError, as_bool, as_int, shown
 from ..core.launch import Launch, wait_for_inputs
 from ..core.operation import Arguments, Run, like_the_first, operation
-from ..layers.activation import PLAIN_ACTIVATIONS, check_activation, known_activations
+from ..layers.activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
 from . import definition, plain_experts
 from .config import MoeShape, MoeTiles, moe_tiles, takes_gemv
 from .gemm import expert_gemm
@@ -120,7 +120,7 @@ def fused_moe(
         activation: "silu", "gelu" or "gelu_tanh" (its tanh approximation) of the gate, times up. "swiglu_oai" is
             min(gate, 7) sigmoid(1.702 min(gate, 7)) (1 + up) with up clamped to [-7, 7] (gpt-oss, OpenAI, 2025).
             "situ" is 4 tanh(gate / 4) sigmoid(gate) 25 tanh(up / 25) (Kimi K3, Moonshot AI, 2026), "silu_10"
-            silu(min(gate, 10)) up with up clamped to [-10, 10] (GLM-5.3, Z.ai, 2026); Triton lacks both.
+            silu(min(gate, 10)) up with up clamped to [-10, 10] (GLM-5.3, Z.ai, 2026).
             "relu2" is max(up, 0)^2 (So et al., 2021) for experts without gate rows.
         expert_map: int32 [num_global_experts], contiguous: row of each expert in w1 and w2, or -1 if another rank holds
             it. Such an expert costs nothing and contributes nothing, so the sum of the ranks' results is the full
@@ -159,7 +159,7 @@ def fused_moe(
     gate_up = ExpertLinear(w1, w1_bias, w1_scale, w1_zeros, w1_tensor_scale)
     down = ExpertLinear(w2, w2_bias, w2_scale, w2_zeros, w2_tensor_scale)
     check_is_tensor("hidden_states", hidden_states)
-    check_activation(activation, known_activations(by_triton=use_triton(hidden_states)) + PLAIN_ACTIVATIONS)
+    check_activation(activation, ACTIVATIONS + PLAIN_ACTIVATIONS)
     is_gated = activation not in PLAIN_ACTIVATIONS
     interleaved = as_bool("interleaved", interleaved)
     check_operands(hidden_states, gate_up, down, topk_weights, topk_ids, is_gated=is_gated)

@@ -132,7 +132,7 @@ def from_awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) 
     return _from_codes(codes.T, scales.T, zeros.T, None, 4)
 
 
-def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
+def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, *, shifts: bool = True) -> QuantizedWeight:
     """Convert MXFP4 weights of gpt-oss or compressed-tensors.
 
         weight[n, k] = E2M1(code(n, k)) * 2^(scales[n, k // 32] - 127)
@@ -142,6 +142,8 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
         blocks: uint8 [out_features, in_features / 32, 16] (`*_blocks`) or [out_features, in_features / 2]
             (`weight_packed`).
         scales: uint8 or float8_e8m0fnu [out_features, in_features / 32].
+        shifts: whether scales are divided by the largest, which `quantized_linear` then multiplies sums by. False
+            keeps them, as `fused_moe` takes them.
 
     Raises:
         InvalidInputError: a shape or dtype does not fit, or a scale is 255, which is NaN.
@@ -153,6 +155,8 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
     largest = exponents.max()
     if largest == 255:
         raise InvalidInputError("scales: 255, which is NaN, expected 254 at most")
+    if not shifts:
+        return QuantizedWeight(pack_codes(codes), _columns_together(scales.view(torch.uint8)), columns)
     # Move powers of two from scales to the tensor scale, so that products of codes and scales stay in the range of
     # float16. Scales 2^127 times smaller than the largest are rounded up.
     shifted = (exponents - largest + 127).clamp(min=0).to(torch.uint8)

@@ -147,8 +147,9 @@ def _prepare_chunks_kernel(
     q_scale = tl.where(mask, 1.0, 0.0)
     k_scale = tl.where(mask, 1.0, 0.0)
     if b_ptr is not None:
-        q_scale = scale / tl.sqrt(q_square + eps)
-        k_scale = 1.0 / tl.sqrt(k_square + eps)
+        # Rows without a token have the length 0, which nothing divides if eps is 0.
+        q_scale = tl.where(mask, scale / tl.sqrt(q_square + eps), 0.0)
+        k_scale = tl.where(mask, 1.0 / tl.sqrt(k_square + eps), 0.0)
 
     place = program.to(tl.int64) * HV + head
     dtype = scores_ptr.dtype.element_ty

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.layers.config import DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
-from paged.models.quantization.layouts import Quantization
+from paged.models.quantization.layouts import Fp4, Quantization
 from paged.models.quantization.packed_weights import CpuExperts, Mxfp4Experts, PackedWeights, experts_for_cpu
 from paged.models.quantization.rounding import as_experts
 from paged.step.batch import CapturedStates
@@ -120,15 +121,17 @@ class SparseMoe(nn.Module):
                 )
             columns = getattr(self, attribute).shape[2]
             layout.check(of_expert_0[0], rows, columns)
-            if layout.has_order or layout.form == "mxfp4" or (layout.in_blocks and rows % FP8_BLOCK):
+            if layout.has_order or (layout.in_blocks and rows % FP8_BLOCK):
                 raise UnsupportedError(
-                    f"{of_expert_0[0]}: {rows} rows of {layout.form}, supported are experts in their own order, in "
-                    f"other forms than MXFP4, and in blocks multiples of {FP8_BLOCK} rows"
+                    f"{of_expert_0[0]}: {rows} rows of {layout.form}, supported are experts in their own order, and in "
+                    f"blocks multiples of {FP8_BLOCK} rows"
                 )
             if layout.form == "e4m3" and not layout.quantizes_input:  # `fused_moe` rounds the input of e4m3 weights
                 raise UnsupportedError(
                     f"{of_expert_0[0]}: e4m3 weights without input_activations, expected e4m3 for both in experts"
                 )
+            if isinstance(layout, Fp4):
+                layout = replace(layout, in_experts=True)
             delattr(self, attribute)
             setattr(self, attribute, PackedWeights(layout, columns, [rows] * len(names) * len(moe.experts)))
 

@@ -223,12 +223,17 @@ class Fp4(Layout):
     """NVFP4 or MXFP4 as compressed-tensors or ModelOpt store them; the names are name suffixes.
 
     global_scale: scale of all weights, only in NVFP4. ignored: scale of NVFP4 activations. It is unused, because
-    unrounded activations are more exact.
+    unrounded activations are more exact. in_experts: whether scales of MXFP4 are kept, as `fused_moe` takes them.
     """
 
     weight: str = "weight_packed"
     global_scale: str | None = None
     ignored: str | None = None
+    in_experts: bool = False
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        return self.form == "nvfp4" or not self.in_experts
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         code = torch.float8_e4m3fn if self.global_scale else torch.uint8
@@ -244,7 +249,7 @@ class Fp4(Layout):
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
         weight, scale = tensors[self.weight], tensors["weight_scale"]
         if self.global_scale is None:
-            return from_mxfp4(weight, scale)
+            return from_mxfp4(weight, scale, shifts=not self.in_experts)
         return from_nvfp4(weight, scale, **{self.global_scale: tensors[self.global_scale].float()})
 
 
@@ -268,11 +273,15 @@ class Quantization:
         """Return the format of a projection, None for plain weights.
 
         name: such as `model.layers.0.mlp.down_proj`. Patterns may also match the projection's name in a multimodal
-        model.
+        model, or in files that call experts `block_sparse_moe`.
         """
         if ROUTER.match(name) or name in (self.plain or ()):
             return None
-        names = (name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1))
+        published = name.replace(".mlp.", ".block_sparse_moe.", 1)
+        names = (
+            *(name, f"language_model.{name}", name.replace("model.", "model.language_model.", 1)),
+            *(published, f"language_model.{published}"),
+        )
         for pattern, layout in self.rules:
             if any(pattern.match(alias) for alias in names):
                 return layout

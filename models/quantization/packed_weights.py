@@ -15,7 +15,7 @@ from paged.kernels.cpu.quantization.experts import ExpertProducts
 from paged.kernels.cpu.quantization.packed_product import CpuProduct, is_plain, unpacked
 from paged.kernels.quantization.definition import dequantize
 from paged.kernels.quantization.gemm import row_counts
-from paged.kernels.quantization.packing import FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
+from paged.kernels.quantization.packing import E2M1_GROUPS, FP8_BLOCK, MXFP4_GROUP, num_words, pack_codes, unpack_pairs
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.loading.weights import ConvertedDestination, Destinations, PackedModule, without_ones
@@ -44,7 +44,7 @@ class PackedWeights(PackedModule):
         code = _VALUES.get(layout.form, torch.int32)
         columns = num_words(in_features) if code == torch.int32 else in_features
         groups = layout.num_groups(in_features)
-        is_flat = groups == 1 and not (layout.in_blocks or layout.has_tensor_scale)
+        is_flat = groups == 1 and not (layout.in_blocks or layout.form in E2M1_GROUPS)
         # A step reads the scales of many rows for one group, so rows are the last dimension.
         scales = (scale_rows,) if is_flat else (groups, scale_rows)
         self.values = _parameter((rows, columns), code)
@@ -265,7 +265,7 @@ class _Projection:
         self.found[end] = tensor.reshape(self.stored[end].shape)
         if len(self.found) == len(self.stored):
             step = max(_MOST_CODES // self.weight.in_features // FP8_BLOCK, 1) * FP8_BLOCK
-            if self.layout.form == "mxfp4":  # all rows at once, because scales are relative to the largest
+            if self.layout.form == "mxfp4" and self.layout.has_tensor_scale:  # one scale of all rows is the largest
                 step = self.rows
             for start in range(0, self.rows, step):
                 self._pack(start, min(start + step, self.rows))

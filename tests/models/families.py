@@ -106,7 +106,7 @@ _WORDS: dict[str, dict[str, Any]] = {
             "use_full_rank_gate": True,
         },
         "mla_use_output_gate": True,
-        "routed_expert_hidden_size": 48,
+        "routed_expert_hidden_size": 32,
     },
     "lfm3_rope": _by_layer_type(100.0, rope_type="proportional", rope_theta=1e4, partial_rotary_factor=0.5),
     "laguna_rope": _by_layer_type(100.0, **_yarn(partial_rotary_factor=0.5)["rope_parameters"]),

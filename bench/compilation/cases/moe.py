@@ -49,7 +49,11 @@ def expert_cases() -> list[CompileCase]:
             continue
         # The other activations, with biases and alternating rows: sizes of gpt-oss-120b, a size that no step divides,
         # and a size off the 16-byte grid.
-        for activation, tokens, size in (("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)):
+        activations = (
+            *(("gelu", 32, 2880), ("gelu_tanh", 800, 2064), ("swiglu_oai", 16384, 2880)),
+            *(("situ", 32, 3072), ("situ", 16384, 3072), ("silu_10", 800, 2048)),
+        )
+        for activation, tokens, size in activations:
             shape = MoeShape(4 * tokens, 128, size, size, 2)
             tiles = fallback_tiles(shape, Device(target, NUM_SMS[target]))
             cases.append(gemm_case(target, tiles.gate_up, shape, True, "bf16", activation, biased=True))

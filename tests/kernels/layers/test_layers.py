@@ -1,11 +1,18 @@
 """rms_norm, fused_add_rms_norm, rotary_embedding and silu_and_mul against float64, on all backends."""
 
+import dataclasses
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 
 from paged import UnsupportedError, fused_add_rms_norm, rms_norm, rotary_embedding, silu_and_mul
+from paged.bench.cards.cards import CARDS
+from paged.bench.cards.draw import Draw
 from paged.kernels.layers import definition
 from paged.kernels.layers.activation import ACTIVATIONS
+from tests.kernels.faulty import exceeds_no_bound_twice, planted, turns_red
 from tests.kernels.refusals import assert_refuses
 from tests.pairwise import pairwise
 from tests.tolerance import DTYPES, assert_close
@@ -78,15 +85,45 @@ def test_silu(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_other_activations(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(5, 96, device=device).to(dtype) * 4
+    x[0, ::48] = 12  # beyond every limit
     expected = definition.silu_and_mul(x, activation)
     assert_close(silu_and_mul(x, activation=activation), expected)
     assert activation == "silu" or not torch.allclose(expected, definition.silu_and_mul(x), rtol=0.01)
+
+
+# Text of the activations, and what a faulty copy has instead.
+FAULTS = {
+    "no fault": ("", ""),
+    "tanh cancels near 0": ("size < 0.5", "size < 0.0"),
+    "up beyond its limit": ("(25.0 * _tanh(up * 0.04))", "up"),
+    "gate beyond its limit": ("gate > 10.0", "gate > 11.0"),
+    "up below its limit": ("up < -10.0", "up < -11.0"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_checks_of_activations_see_the_fault(fault: str, backend: str, tmp_path: Path, device: torch.device) -> None:
+    """As drawn for `paged verify`."""
+    card = CARDS["silu_and_mul"]
+    (edge,) = card.edges
+    # Names of functions hide these modules.
+    modules = tuple(importlib.import_module(f"paged.kernels.layers.{name}") for name in ("activation", "silu_and_mul"))
+    with planted(modules, (), tmp_path, *FAULTS[fault]):
+        faulty = dataclasses.replace(card, function=vars(modules[1])["silu_and_mul"])
+        problems = list(edge.problems(Draw(device, torch.float32)))
+        assert any(turns_red(exceeds_no_bound_twice, faulty, problem) for problem in problems) == (fault != "no fault")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_large_gates_saturate(device: torch.device) -> None:
     x = torch.tensor([[200.0, -200.0, 60.0, -60.0, 2.0, 3.0, 4.0, 5.0]], device=device)
     assert_close(silu_and_mul(x), torch.tensor([[400.0, 0.0, 240.0, 0.0]]).double())
+    x[:, :2] = float("nan")
+    x[:, 2:4] *= torch.inf
+    for activation in ("situ", "silu_10"):
+        assert_close(silu_and_mul(x, activation=activation), definition.silu_and_mul(x, activation))
 
 
 def test_strided_rows_and_out(device: torch.device) -> None:

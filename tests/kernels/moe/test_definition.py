@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from paged import Routing, route_and_align, route_tokens
+from paged.kernels.layers.activation import ACTIVATIONS
 from paged.kernels.moe import definition
 from tests.backends import BACKENDS
 from tests.kernels.moe import loops
@@ -114,7 +115,7 @@ def test_alignment_is_the_rule(seed: int) -> None:
     assert expert_ids.tolist() == experts + [-1] * (len(expert_ids) - len(experts))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "situ", "relu2"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, "relu2"])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_products_of_sorted_rows_are_the_sum_token_by_token(activation: str, interleaved: bool) -> None:
     """With experts elsewhere, whose entries count nothing, and a NaN weight, which is its row's alone."""

@@ -12,6 +12,7 @@ import torch
 from paged import InvalidInputError, UnsupportedError, fused_moe, moe_align_block_size, route_tokens
 from paged.kernels.core.device import Device
 from paged.kernels.layers import definition as layers
+from paged.kernels.layers.activation import ACTIVATIONS
 from paged.kernels.moe import definition as moe_definition
 from paged.kernels.moe.config import MoeShape, MoeTile, fallback_tiles, takes_gemv
 from paged.kernels.moe.fused_moe import moe_block_size, token_counts
@@ -114,9 +115,7 @@ def test_matches_reference(sizes: tuple[int, ...], dtype: torch.dtype, backend: 
     assert_matches(fused_moe(*inputs), inputs, backend)
 
 
-@pairwise(
-    num_tokens=[1, 12], activation=["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2"], interleaved=[False, True]
-)
+@pairwise(num_tokens=[1, 12], activation=[*ACTIVATIONS, "relu2"], interleaved=[False, True])
 def test_activations_biases_and_layouts(
     num_tokens: int, activation: str, interleaved: bool, backend: str, device: torch.device
 ) -> None:

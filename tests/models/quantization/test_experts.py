@@ -51,7 +51,10 @@ def _one_by_one(
 
 @pytest.mark.parametrize(
     "folders",
-    ["awq", "fp8 blocks", "gptq", "float-quantized rows", "nvfp4-pack-quantized", "pack-quantized", "gptq_v2 8 bits"],
+    [
+        *("awq", "fp8 blocks", "gptq", "float-quantized rows", "mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+        *("pack-quantized", "gptq_v2 8 bits"),
+    ],
     indirect=True,
 )
 def test_logits_of_the_unpacked_weights(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +100,6 @@ def test_kernels(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     ("folders", "message"),
     [
         ("pack-quantized zeros, order", "supported are experts in their own order"),
-        ("mxfp4-pack-quantized", "in other forms than MXFP4"),
         ("mixed-precision", "e4m3 weights without input_activations"),
     ],
     indirect=["folders"],
