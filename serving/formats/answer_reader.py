@@ -400,7 +400,7 @@ class AnswerReader:
             self._put_arguments(f"{before or '{'}{_dumps(key)}: ")
             before = ", "
             value_schema = _inner(schema, key, is_item=False)
-            if kind == "true" or (not kind and is_text(value_schema)):
+            if kind in ("true", "string") or (not kind and is_text(value_schema)):
                 self._put_arguments('"')
                 if not (yield from self._up_to(ends, self._put_escaped)):
                     return True
@@ -598,6 +598,8 @@ class AnswerReader:
         for piece in _PIECES.split(text):
             if piece.isspace():
                 yield from self._while(str.isspace)
+            elif piece.startswith("{") and piece.endswith("}"):
+                yield from self._while(lambda letter: _NAME.match(letter) is not None)
             elif piece:
                 yield from self._comes(piece)
 

@@ -32,6 +32,10 @@ REASONING_FORMATS = {
     "harmony": Reasoning(
         "gpt-oss", ("<|channel|>", "<|message|>"), "<|channel|>analysis<|message|>", "<|end|>", has_channels=True
     ),
+    "kimi_k3": Reasoning(
+        "Kimi K3", ("<|open|>", "<|sep|>"), "<|open|>think<|sep|>", "<|close|>think<|sep|>",
+        ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+    ),
     "seed": Reasoning("Seed-OSS", ("</seed:think>",), "<seed:think>", "</seed:think>"),
     "minimax_m3": Reasoning("MiniMax M3", ("</mm:think>",), "<mm:think>", "</mm:think>"),
     "mistral": Reasoning("Magistral", ("[/THINK]",), "[THINK]", "[/THINK]"),

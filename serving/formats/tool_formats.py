@@ -28,7 +28,8 @@ class Tags(NamedTuple):
 
     Attributes:
         begin: text before the name.
-        middle: text between name and value. {is_text} is true for a string and false for JSON.
+        middle: text between name and value. {is_text} is true for a string and false for JSON. {type} is the value's
+            type in JSON: "string" for a string without quotes.
         end: text after the value.
         is_in_lines: whether the value is on separate lines.
     """
@@ -147,6 +148,12 @@ TOOL_FORMATS = {
         "Kimi K2", ("<|tool_calls_section_begin|>",), "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>",
         ("<|tool_call_begin|>functions.", ":{index}<|tool_call_argument_begin|>", "<|tool_call_end|>"),
         is_section=True, separator="", prefix="functions.", call_id="functions.{name}:{index}",
+    ),
+    "kimi_k3": ToolFormat(
+        "Kimi K3", ("<|open|>", "<|sep|>"), "<|open|>tools<|sep|>", "<|close|>tools<|sep|>",
+        ('<|open|>call tool="', '" index="{index}"<|sep|>', "<|close|>call<|sep|>"),
+        is_section=True, separator="", arguments="tags",
+        tags=Tags('<|open|>argument key="', '" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
     ),
     "deepseek_v3": ToolFormat(
         "DeepSeek V3, R1", ("<｜tool▁sep｜>", "```json"), "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>",

@@ -12,6 +12,9 @@ Element = dict[str, Any]
 _OF_ARGUMENTS = frozenset({"type", "properties", "required", "additionalProperties"})
 _ITEM = "item"
 _FREE_NAME = "[A-Za-z_][A-Za-z0-9_-]{0,40}"  # name of an argument that is not in the schema
+# Type of a JSON schema -> type of a value; and a pattern of all of them but texts without quotes.
+_TYPE_NAMES = {kind: kind for kind in ("number", "boolean", "array", "object", "null")} | {"integer": "number"}
+_TYPES = "(number|boolean|array|object|null)"
 
 
 class Layout(NamedTuple):
@@ -19,7 +22,8 @@ class Layout(NamedTuple):
 
     Attributes:
         begin: text before the name.
-        middle: text between name and value. {is_text} is true for a text and false for JSON.
+        middle: text between name and value. {is_text} is true for a text and false for JSON. {type} is the value's
+            type in JSON.
         end: text after the value; may contain {name}.
         separator: text between arguments.
         quote: quote around texts; None if texts are written as JSON.
@@ -113,16 +117,28 @@ class _Arguments:
         layout = self._layout
         if layout.middle[:1] in name or "\n" in name:
             raise ValueError(f"properties: the name {name!r} cannot be written in this model's form of calls")
-        middle = layout.middle.replace("{is_text}", str(self._is_text(schema)).lower())
-        before, after = layout.begin + name + middle, layout.end.replace("{name}", name)
-        return [text_element(before), self._value(schema), text_element(after)]
+        middle = self._middle(schema, is_text=self._is_text(schema))
+        after = layout.end.replace("{name}", name)
+        return [text_element(layout.begin + name), *middle, self._value(schema), text_element(after)]
+
+    def _middle(self, schema: Any, *, is_text: bool) -> list[Element]:
+        """Return the text between the name and a value of a schema. is_text: whether it is written without quotes."""
+        middle = self._layout.middle.replace("{is_text}", str(is_text).lower())
+        if is_text:
+            return [text_element(middle.replace("{type}", "string"))]
+        before, place, after = middle.partition("{type}")
+        if not place:
+            return [text_element(middle)]
+        kind = _TYPES
+        if isinstance(schema, dict) and schema.get("type") in _TYPE_NAMES:
+            kind = _TYPE_NAMES[schema["type"]]
+        return [text_element(before), {"type": "regex", "pattern": kind}, text_element(after)]
 
     def _free(self, schema: Any) -> Element:
         """Return any number of arguments with names that are not in the schema."""
         layout = self._layout
-        middle = layout.middle.replace("{is_text}", "false")
-        argument = [text_element(layout.begin), {"type": "regex", "pattern": _FREE_NAME}, text_element(middle)]
-        argument += [self._json(schema), text_element(layout.end)]
+        argument = [text_element(layout.begin), {"type": "regex", "pattern": _FREE_NAME}]
+        argument += [*self._middle(schema, is_text=False), self._json(schema), text_element(layout.end)]
         if "{name}" in layout.end:
             return text_element("")
         more = {"type": "star", "content": sequence([text_element(layout.separator), *argument])}

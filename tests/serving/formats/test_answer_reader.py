@@ -144,6 +144,20 @@ CASES: list[tuple[str, str, str, bool, list[Any]]] = [
         False,
         [CALL],
     ),
+    (  # a type says that 3 is a text
+        "kimi_k3",
+        "kimi_k3",
+        "a<|close|>think<|sep|><|open|>response<|sep|>Hm.<|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="look" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>12'
+        '<|close|>argument<|sep|><|open|>argument key="days" type="array"<|sep|>[1]<|close|>argument<|sep|>'
+        '<|open|>argument key="more" type="string"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="look" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>',
+        True,
+        [
+            *(("reasoning", "a"), ("content", "Hm.")),
+            *(("call", "look", {"city": "12", "days": [1], "more": "3"}), ("call", "look", {})),
+        ],
+    ),
     ("harmony", "harmony", f" to=functions.look<|channel|>commentary json<|message|>{GIVEN}<|call|>", False, [CALL]),
     (  # an unclosed call, and what only the schema tells
         "minimax_m3",

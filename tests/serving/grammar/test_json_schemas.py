@@ -276,7 +276,7 @@ CALLS: list[tuple[Schema, str]] = [
     ({"type": "object", "allOf": [{"required": ["a"]}]}, "allOf"),
     ({"type": "array"}, "type"),
 ]  # fmt: skip
-FORMS = ["hermes", "glm", "qwen_xml", "deepseek_v32", "minimax_m3", "gemma4", "lfm2", "step3"]
+FORMS = ["hermes", "glm", "qwen_xml", "deepseek_v32", "minimax_m3", "gemma4", "lfm2", "kimi_k3"]
 
 
 @pytest.mark.parametrize("form", FORMS)

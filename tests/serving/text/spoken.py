@@ -44,6 +44,7 @@ REASONING = {
     "mistral": "mistral",
     "hunyuan": "hunyuan",
     "minimax_m3": "minimax_m3",
+    "kimi_k3": "kimi_k3",
 }
 
 
@@ -196,6 +197,7 @@ def _arguments(arguments: Any, form: ToolFormat) -> str:
         shown = argument if is_text else json.dumps(argument, ensure_ascii=False)
         lines = "\n" * form.tags.is_in_lines
         middle = form.tags.middle.replace("{is_text}", str(is_text).lower())
+        middle = middle.replace("{type}", "string" if is_text else "object")
         pieces.append(f"{form.tags.begin}{key}{middle}{lines}{shown}{lines}{form.tags.end}")
     return "".join(pieces)
 
