@@ -107,7 +107,7 @@ class LlmExecutor(UnifiedExecutor):
             options: fields of `LoadOptions`: device, dtype, num_blocks, block_size, max_seq_len,
                 num_swap_blocks, host_cache_bytes, cache_folder, cache_folder_bytes, enable_prefix_cache,
                 kv_cache_dtype, max_loras, max_lora_rank, cuda_graphs, draft, quantization, num_state_slots,
-                snapshot_interval, max_drafts, model_impl, trust_remote_code.
+                state_dtype, snapshot_interval, max_drafts, model_impl, trust_remote_code.
 
         Raises:
             CheckpointError: files are missing or malformed, or the Hub lacks the model.

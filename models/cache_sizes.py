@@ -111,7 +111,8 @@ def sized_cache_config(
     )
     state_bytes = 0
     if cache.recurrent is not None:
-        states = _with_slots(replace(cache.recurrent, conv_dtype=dtype), load_options, dtype)
+        states = replace(cache.recurrent, conv_dtype=dtype, state_dtype=load_options.state_dtype)
+        states = _with_slots(states, load_options, dtype)
         cache = replace(cache, recurrent=states)
         state_bytes = (states.num_slots + 1) * states.slot_bytes(dtype)
     num_tables = len(cache.tables)

@@ -78,6 +78,18 @@ def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
 _as_size = partial(as_int, low=1, high=_LARGEST)
 
 
+def as_state_dtype(name: str, value: object) -> torch.dtype:
+    """Return float32 or bfloat16, from a dtype or its name; float32 for None and "auto".
+
+    Raises:
+        InvalidInputError: the value is something else.
+    """
+    dtype = as_dtype(name, value) or torch.float32
+    if dtype == torch.float16:
+        raise InvalidInputError(f"{name}: {shown(value)}, expected float32, bfloat16, 'auto' or None")
+    return dtype
+
+
 def _as_quantization(name: str, value: object) -> str | None:
     if value is None:
         return None
@@ -143,6 +155,8 @@ class LoadOptions:
         num_state_slots: states of recurrent layers that the cache has memory for: two for each running sequence, and
             one for each snapshot. None takes up to half of the cache's memory on a GPU, and 32 on a CPU. With swap
             blocks, the host has as many states, but no more than swap blocks.
+        state_dtype: dtype of the states of recurrent layers: float32, or bfloat16 for half the memory; None or "auto"
+            for float32. The convolutions' rows have the dtype of the weights, and rings are float32.
         snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size. None keeps
             states only at the ends of prompts and where prompts diverge.
         max_drafts: most drafts that a step verifies for a sequence with recurrent layers.
@@ -172,6 +186,7 @@ class LoadOptions:
     draft: Path | None = None
     quantization: str | None = None
     num_state_slots: int | None = None
+    state_dtype: torch.dtype = torch.float32
     snapshot_interval: int | None = None
     max_drafts: int = 7
     model_impl: str = "auto"
@@ -200,6 +215,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "draft": _as_optional_folder,
     "quantization": _as_quantization,
     "num_state_slots": partial(_as_optional_size, low=2),
+    "state_dtype": as_state_dtype,
     "snapshot_interval": _as_optional_size,
     "max_drafts": partial(as_int, low=0, high=_MAX_DRAFTS),
     "model_impl": _as_implementation,

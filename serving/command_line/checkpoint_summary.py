@@ -45,6 +45,7 @@ def summarize(
     device_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     kv_cache_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     spreads: Sequence[Share] = (),
 ) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def summarize(
         if dtype is None:
             dtype = config.dtype
         cache_dtype = kv_cache_dtype or dtype
-        needs = partial(_needs, network_class, config, dtype, cache_dtype, block_size, device_bytes)
+        needs = partial(_needs, network_class, config, dtype, cache_dtype, state_dtype, block_size, device_bytes)
         summary |= needs(Share())._asdict()
     except PagedError as error:
         return summary | {"supported": False, "backend": None, "reason": str(error).removeprefix(f"{hf.source}: ")}
@@ -174,6 +175,7 @@ def _needs(
     config: DecoderConfig,
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
+    state_dtype: torch.dtype,
     block_size: int,
     device_bytes: int | None,
     share: Share,
@@ -189,7 +191,8 @@ def _needs(
     needs = Needs(parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens, None, None)
     if cache.recurrent is None:
         return needs
-    return needs._replace(state_bytes=cache.recurrent.state_bytes, conv_bytes=cache.recurrent.conv_bytes(dtype))
+    states = replace(cache.recurrent, state_dtype=state_dtype)
+    return needs._replace(state_bytes=states.state_bytes, conv_bytes=states.conv_bytes(dtype))
 
 
 def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:

@@ -78,6 +78,12 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: the dtype of the weights",
     )
+    parser.add_argument(
+        "--state-dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="dtype of the states of recurrent layers",
+    )
     parser.add_argument("--block-size", type=int, help="tokens per KV cache block; default: depends on the device")
 
 
@@ -369,8 +375,8 @@ def _tiers(args: argparse.Namespace) -> dict[str, Any]:
 def _executor(folder: Path, args: argparse.Namespace, head: str | None = None, **tiers: Any) -> LlmExecutor:
     from paged.executors.llm_executor import LlmExecutor
 
-    names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype max_lora_rank".split()
-    options = {name: getattr(args, name) for name in names}
+    names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype state_dtype max_lora_rank"
+    options = {name: getattr(args, name) for name in names.split()}
     options |= tiers
     return LlmExecutor.from_pretrained(folder, **options, draft=head, max_loras=max(len(args.lora), args.max_loras))
 

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return _draw(args)
     from paged.kernels.attention.tiles import default_block_size
     from paged.kernels.core.device import device_of
-    from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype
+    from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype, as_state_dtype
     from paged.models.parallel.ranks import ParallelConfig
     from paged.models.parallel.share import Share
     from paged.serving.command_line.checkpoint_summary import summarize
@@ -114,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         device_bytes=device_bytes,
         dtype=dtype,
         kv_cache_dtype=cache_dtype,
+        state_dtype=as_state_dtype("--state-dtype", args.state_dtype),
         block_size=block_size,
         spreads=spreads,
     )

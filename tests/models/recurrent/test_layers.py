@@ -17,6 +17,7 @@ from paged.models.registry import load_model, read_model_config
 from paged.step.metadata import NUM_STATE_ARRAYS, AttentionMetadata
 from tests.models.families import FAMILIES, assert_same_logits, forward, save_checkpoint, tokens
 from tests.models.published_settings.settings import published
+from tests.tolerance import assert_within
 
 LENGTHS = [*range(1, 131)]
 
@@ -56,6 +57,21 @@ def test_all_lengths_whole_and_in_random_cuts(name: str, every: int, tmp_path: P
         for one in "ab":
             model.kv_manager.free(model.kv_manager.get_handle(one))
     model.kv_manager.check_integrity()
+
+
+def test_states_of_16_bits(tmp_path: Path) -> None:
+    """Half the memory, and logits that differ by the rounding of a state: after a prompt, and where a ring is full."""
+    save_checkpoint(FAMILIES["kimi_linear"], tmp_path)
+    ids = tokens(60)
+    logits, sizes = [], []
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(tmp_path, block_size=8, num_blocks=64, state_dtype=dtype)
+        rows = [model.prefill("a", ids[:40]), *(model.decode("a", ids[at], at) for at in range(40, 60))]
+        logits.append(torch.stack(rows).double())
+        sizes.append(model.kv_manager.config.recurrent.state_bytes)
+    assert sizes[0] == 2 * sizes[1] > 0
+    assert not torch.equal(*logits)
+    assert_within(logits[1], logits[0], 0.01 * logits[0].abs().amax(-1, keepdim=True))
 
 
 def test_sizes_of_a_published_model(tmp_path: Path) -> None:
