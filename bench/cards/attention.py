@@ -101,8 +101,11 @@ def _step(
         arguments |= {"chosen_blocks": blocks.to(draw.device), "chosen_block_size": chosen_block_size}
     if is_int8:
         for name in ("k", "v"):
-            cache = arguments[f"{name}_cache"]
-            arguments[f"{name}_cache"], arguments[f"{name}_scale"] = kv_kind(torch.int8).encode(cache, None)
+            codes, scales = kv_kind(torch.int8).encode(arguments[f"{name}_cache"], None)
+            assert scales is not None
+            # As in the cache: a head's scales lie side by side.
+            scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
+            arguments |= {f"{name}_cache": codes, f"{name}_scale": scales}
     return arguments
 
 

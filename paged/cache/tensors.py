@@ -340,9 +340,11 @@ class KvCacheTensors:
             stacks.append(rows.unflatten(-1, (self.block_size, heads, row_size // heads)))
             if start == 0:
                 self._keep_entries(table, behind)
+            # A head's scales lie side by side, so that a program that attends one head reads whole sectors.
+            by_head = *shape[:3], heads, self.block_size
             for storage in self._scales:
                 of_rows = storage[start:end, :, : together * self.block_size * heads]
-                scales.append(of_rows.view(shape).transpose(1, 2))
+                scales.append(of_rows.view(by_head).transpose(1, 2).transpose(3, 4))
             start = end
         return stacks + scales
 
@@ -525,5 +527,7 @@ class KvCacheTensors:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as bytes for slow accesses, because 8-bit floats do not support indexing."""
-    return tensor.view(torch.uint8)
+    """View numbers of 8 bits as bytes for slow accesses, because 8-bit floats do not support indexing."""
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8)
+    return tensor

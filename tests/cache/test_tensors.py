@@ -47,7 +47,8 @@ def test_rows_and_scales_lie_apart(changes: dict[str, Any], dtype: torch.dtype, 
             assert all((scale is not None) == (dtype == torch.int8) for scale in scales)
             for cache in (manager.k_cache(layer), manager.v_cache(layer), *scales):
                 if cache is not None:
-                    cache[3].view(torch.uint8).fill_(255)
+                    bits = {1: torch.int8, 4: torch.int32}[cache.element_size()]
+                    cache[3].view(bits).fill_(-1)
                     num_bytes += cache[3].nbytes
         filled = [storage.view(torch.uint8).view(*storage.shape[:2], -1) == 255 for storage in storages]
         assert sum(int(one.sum()) for one in filled) == num_bytes == sum(int(one[:, 3].sum()) for one in filled)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from paged.cache.tiers.block_file import StoredBlock
 from paged.cache.tiers.files import FileRead, FileTier, Position
 from paged.cache.tiers.shelf import HostEntry, HostShelf, Place
+from paged.kernels.core.dtypes import kv_kind
 
 if TYPE_CHECKING:
     from paged.cache.kinds.kind import CacheParts
@@ -47,6 +48,8 @@ class HostTier:
             "rows_per_slot": config.rows_per_slot,
             "tables": config.tables,
         }
+        if kv_kind(storage.dtype).has_scales:
+            layout["scales"] = "by head"
         if config.has_canaries:
             layout["canaries"] = True
         if self._tensors.own:
