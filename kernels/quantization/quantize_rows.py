@@ -19,11 +19,11 @@ def _quantize_rows_kernel(
     q_ptr,  # [num_rows, SIZE], contiguous: int8, codes of e4m3 in uint8, or values of e4m3 in a float dtype
     scale_ptr,  # [num_rows, num_groups] float32
     num_rows,
-    stride_x_row,
+    stride_x_row,  # in units of X_UNIT elements
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    X_UNIT: tl.constexpr,
     NATIVE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -35,10 +35,9 @@ def _quantize_rows_kernel(
     wait_for_inputs()
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     is_row = rows < num_rows
-    stride = tl.multiple_of(stride_x_row, 8) if ALIGNED else stride_x_row
     columns = tl.program_id(1) * GROUP + tl.arange(0, BLOCK_K)
     end = tl.minimum(tl.program_id(1) * GROUP + GROUP, SIZE)
-    x_ptrs = x_ptr + rows[:, None] * stride + columns[None, :]
+    x_ptrs = x_ptr + (rows * stride_x_row * X_UNIT)[:, None] + columns[None, :]
     q_ptrs = q_ptr + rows[:, None] * SIZE + columns[None, :]
     if given_scale_ptr is not None:
         scale = tl.zeros((BLOCK_ROWS,), tl.float32) + tl.load(given_scale_ptr)
@@ -84,13 +83,15 @@ def quantize_rows(
     # A group of 128 is 8 elements for 16 threads. A whole row takes one program, in steps of 8 elements a thread.
     block_rows, block_k = (8, FP8_BLOCK) if in_groups else (1, 1024)
     grid = (triton.cdiv(num_rows, block_rows), triton.cdiv(size, group))
+    # The kernel multiplies by the unit, so that Triton sees that rows are aligned and loads 8 elements at once.
+    unit = 8 if x.stride(0) % 8 == 0 else 1
     arguments = {
         "num_rows": num_rows,
-        "stride_x_row": x.stride(0),
+        "stride_x_row": x.stride(0) // unit,
         "SIZE": size,
         "GROUP": group,
         "LARGEST": 127.0 if is_int8 else 448.0,
-        "ALIGNED": x.stride(0) % 8 == 0,
+        "X_UNIT": unit,
         "NATIVE": native,
         "BLOCK_ROWS": block_rows,
         "BLOCK_K": block_k,
