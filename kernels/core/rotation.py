@@ -51,8 +51,16 @@ def rotate_heads(
     if KIND != "int8":
         inverse_scale = load_inverse_scale(scale_ptrs, in_heads)
     mask = in_heads & in_pairs[None, :]
-    x1 = tl.load(x_ptrs + first[None, :], mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptrs + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    # Neighbours are loaded and stored together: by themselves, first and second elements would each touch every sector.
+    neighbours = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
+    in_neighbours = in_heads & (neighbours < ROTARY_DIM)
+    if INTERLEAVED:
+        x = tl.load(x_ptrs + neighbours, mask=in_neighbours, other=0.0)
+        x1, x2 = tl.split(x.reshape(x.shape[0], BLOCK_PAIRS, 2))
+    else:
+        x1 = tl.load(x_ptrs + first[None, :], mask=mask, other=0.0)
+        x2 = tl.load(x_ptrs + second[None, :], mask=mask, other=0.0)
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     if HEAD_DIM > ROTARY_DIM:
         rest = ROTARY_DIM + tl.arange(0, BLOCK_REST)
         rest_mask = in_heads & (rest < HEAD_DIM)[None, :]
@@ -78,8 +86,12 @@ def rotate_heads(
             largest = tl.maximum(largest, tl.max(tl.abs(x3), axis=1))
             not_finite += tl.sum(x3 * 0.0, axis=1)
         inverse_scale = store_row_scales(scale_ptrs, largest[:, None], not_finite[:, None], in_heads)
-    tl.store(out_ptrs + first[None, :], cast_to_cache(y1, inverse_scale, OUT, KIND, NATIVE_FP8), mask=mask)
-    tl.store(out_ptrs + second[None, :], cast_to_cache(y2, inverse_scale, OUT, KIND, NATIVE_FP8), mask=mask)
+    if INTERLEAVED:
+        y = tl.join(y1, y2).reshape(y1.shape[0], 2 * BLOCK_PAIRS)
+        tl.store(out_ptrs + neighbours, cast_to_cache(y, inverse_scale, OUT, KIND, NATIVE_FP8), mask=in_neighbours)
+    else:
+        tl.store(out_ptrs + first[None, :], cast_to_cache(y1, inverse_scale, OUT, KIND, NATIVE_FP8), mask=mask)
+        tl.store(out_ptrs + second[None, :], cast_to_cache(y2, inverse_scale, OUT, KIND, NATIVE_FP8), mask=mask)
     if HEAD_DIM > ROTARY_DIM:
         tl.store(out_ptrs + rest[None, :], cast_to_cache(x3, inverse_scale, OUT, KIND, NATIVE_FP8), mask=rest_mask)
 
