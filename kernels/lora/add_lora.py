@@ -50,8 +50,9 @@ def _lora_shrink_kernel(
     if first_r >= rank:
         return
     positions = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # Positions without a row compute row 0, and ranks beyond the adapter's compute rank 0. So the loop needs no masks,
-    # and these results are not used.
+    # Positions without a row compute row 0, and ranks beyond the adapter's compute rank 0. So the loop needs no masks.
+    # These results are not used. They are stored up to max_rank, because a mask by the adapter's rank would make every
+    # store 4 bytes wide.
     rows = tl.maximum(tl.load(rows_ptr + positions), 0).to(tl.int64)
     offs_r = first_r + tl.arange(0, BLOCK_R)
     offs_k = tl.program_id(2) * split_size + tl.arange(0, BLOCK_K)
@@ -69,7 +70,7 @@ def _lora_shrink_kernel(
         acc = dot(x, a, acc)
     width = NUM_PARTS * max_rank
     shrunk_ptrs = shrunk_ptr + (tl.program_id(2) * num_positions + positions)[:, None] * width + part * max_rank
-    tl.store(shrunk_ptrs + offs_r[None, :], acc, mask=offs_r[None, :] < rank)
+    tl.store(shrunk_ptrs + offs_r[None, :], acc, mask=offs_r[None, :] < max_rank)
 
 
 @triton.jit
