@@ -93,7 +93,8 @@ def _layer(
 
 def _convolution(draw: Draw, **sizes: Any) -> Arguments:
     step, x, _ = _layer(draw, **sizes)
-    return {"x": x, "weight": draw.normal(x.shape[1], 4), "bias": None, **step}
+    # By tap in memory, as models keep them.
+    return {"x": x, "weight": draw.normal(4, x.shape[1]).t(), "bias": None, **step}
 
 
 def _delta_rule(draw: Draw, **sizes: Any) -> Arguments:
@@ -235,7 +236,8 @@ def _launches(
 def _conv(heads: tuple[int, int, int, int], dtype: str, longest: int, *, bias: bool = False) -> CompileCase:
     (launch,) = _launches("causal_conv1d", heads, dtype, longest, bias=bias)
     name = "causal_conv1d {CHANNELS} {dtype} rows={BLOCK_ROWS}".format(dtype=dtype, **launch.arguments)
-    return launch_case(name, launch, ("stride_weight_tap",), aligned=("stride_x_token", "stride_conv_slot"))
+    aligned = ("stride_x_token", "stride_weight_tap", "stride_conv_slot")
+    return launch_case(name, launch, ("stride_weight_channel",), aligned=aligned)
 
 
 def _norm_case(group: int, activation: str, is_first: bool) -> CompileCase:

@@ -127,7 +127,8 @@ def causal_conv1d(
 
     Args:
         x: [num_tokens, channels], float32, float16 or bfloat16, last dimension contiguous.
-        weight: [channels, W], any of the dtypes of x; the last tap is the token's own.
+        weight: [channels, W], any of the dtypes of x and any strides; the last tap is the token's own. Loads are widest
+            if the taps of neighbouring channels lie side by side.
         bias: [channels] or None.
         state: its `conv` is read and written, in the dtype of x.
         batch: the sequences of x. Its values are checked on a CPU.
@@ -151,11 +152,11 @@ def causal_conv1d(
     batch.check(x.shape[0], state.conv.shape[0], state.check_conv(x, weight.shape[1]))
     if use_triton(x):
         return _bind(x, weight, state, batch, activation)
-    appends = batch.max_seqlen_q <= batch.max_append and weight.is_contiguous()
+    appends = batch.max_seqlen_q <= batch.max_append
     if appends and takes_numba(x, weight, bias):
         from ..cpu.recurrent import causal_conv1d as numba_conv1d
 
-        return _run(numba_conv1d.launch_for(x, weight.shape[1], state.conv, batch, activation))
+        return _run(numba_conv1d.launch_for(x, weight, state.conv, batch, activation))
 
     def run(
         x: torch.Tensor,

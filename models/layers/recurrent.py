@@ -32,7 +32,9 @@ class RecurrentLayer(nn.Module):
 
     def __init__(self, layer: RecurrentConfig, *, conv_bias: bool = False) -> None:
         super().__init__()
-        self.conv_weight = empty_parameter(layer.channels, layer.conv_width)
+        # [channels, width], by tap in memory: a thread then loads the taps of eight channels at once.
+        by_tap = torch.empty(layer.conv_width, layer.channels)
+        self.conv_weight = nn.Parameter(by_tap.t(), requires_grad=False)
         self.conv_bias = empty_parameter(layer.channels) if conv_bias else None
         for name in self.float32_names:
             self.register_parameter(name, empty_parameter(layer.num_heads))

@@ -15,7 +15,7 @@ from ..vectors import LOG2_E
 def _convolve(x, weight, bias, conv, out, total, ids, sizes):
     """Convolve this thread's channels of all sequences; set rows of no sequence to 0."""
     offsets, read_slots, write_slots, cursors = ids
-    num_tokens, num_seqs, channels, width, x_stride, slot_stride, has_bias, has_silu = sizes
+    num_tokens, num_seqs, channels, width, x_stride, channel_stride, tap_stride, slot_stride, has_bias, has_silu = sizes
     begin, end = nb.share(channels)
     before, zero = width - 1, np.float32(0)
     for seq in range(num_seqs):
@@ -30,11 +30,11 @@ def _convolve(x, weight, bias, conv, out, total, ids, sizes):
                 if row >= before:
                     at = (first + row - before) * x_stride
                     for c in range(begin, end):
-                        total[c] += nb.load(x, at + c) * nb.load(weight, c * width + tap)
+                        total[c] += nb.load(x, at + c) * nb.load(weight, c * channel_stride + tap * tap_stride)
                 elif read >= 0:
                     at = history + row * channels
                     for c in range(begin, end):
-                        total[c] += nb.load(conv, at + c) * nb.load(weight, c * width + tap)
+                        total[c] += nb.load(conv, at + c) * nb.load(weight, c * channel_stride + tap * tap_stride)
             to = (first + token) * channels
             for c in range(begin, end):
                 value = total[c]
@@ -59,10 +59,10 @@ def _convolve(x, weight, bias, conv, out, total, ids, sizes):
 
 @nb.Kernel
 def _causal_conv1d(arguments):
-    values = nb.unpack(arguments, 19)
+    values = nb.unpack(arguments, 21)
     is_bf16, x, weight, bias, conv, out, total = values[1:8]
     ids = nb.int32s(values[8]), nb.int32s(values[9]), nb.int32s(values[10]), nb.int32s(values[11])
-    sizes = (*values[12:18], bias != 0, values[18] != 0)
+    sizes = (*values[12:20], bias != 0, values[20] != 0)
     total = nb.floats(total)
     if is_bf16:
         tensors = nb.bfloats(x), nb.bfloats(weight), nb.bfloats(bias), nb.bfloats(conv), nb.bfloats(out)
@@ -73,13 +73,15 @@ def _causal_conv1d(arguments):
 
 
 def launch_for(
-    x: torch.Tensor, width: int, conv: torch.Tensor, batch: RecurrentBatch, activation: str | None
+    x: torch.Tensor, weight: torch.Tensor, conv: torch.Tensor, batch: RecurrentBatch, activation: str | None
 ) -> NumbaLaunch:
-    """Return a launch; weight and bias are contiguous."""
-    num_tokens, channels = x.shape
+    """Return a launch; bias is contiguous."""
+    (num_tokens, channels), width = x.shape, weight.shape[1]
+    channel_stride, tap_stride = weight.stride()
     arguments = (
         *(x.dtype == torch.bfloat16, "x_ptr", "weight_ptr", "bias_ptr", "conv_ptr", "out_ptr", SCRATCH),
         *("cu_seqlens_q_ptr", "read_slots_ptr", "write_slots_ptr", "cursors_ptr"),
-        *(num_tokens, batch.starts.numel(), channels, width, x.stride(0), conv.stride(0), activation is not None),
+        *(num_tokens, batch.starts.numel(), channels, width, x.stride(0), channel_stride, tap_stride, conv.stride(0)),
+        activation is not None,
     )
     return NumbaLaunch(_causal_conv1d.address, num_tokens * channels * width, arguments, scratch_size=channels)

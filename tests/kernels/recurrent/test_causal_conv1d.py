@@ -33,13 +33,14 @@ def test_every_length_from_1_to_130(backend: str, device: torch.device) -> None:
 
 @pytest.mark.usefixtures("backend")
 def test_strided_rows_and_a_layer_without_a_scan(device: torch.device) -> None:
-    """x as a part of a wider projection, `conv` as one layer of many."""
+    """x as a part of a wider projection, weights by tap as in models, `conv` as one layer of many."""
     problem = Problem.make(device, *MIXED, key_heads=1, value_heads=1)
     name, arguments = problem.conv()
     want = run(name, arguments)
     wide = torch.nn.functional.pad(problem.x, (8, 24), value=float("nan"))[:, 8:-24]
     conv = torch.stack([problem.state.conv] * 3, 1)[:, 1]
-    got = run(name, arguments | {"x": wide, "state": RecurrentState(conv)})
+    by_tap = arguments["weight"].t().contiguous().t()
+    got = run(name, arguments | {"x": wide, "weight": by_tap, "state": RecurrentState(conv)})
     assert torch.equal(got.out, want.out)
     assert torch.equal(got.conv.nan_to_num(7.0), want.conv.nan_to_num(7.0))
 
