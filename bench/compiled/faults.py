@@ -2,10 +2,10 @@
 
 python -m paged.bench.compiled.faults [--arch sm_90] [--only TEXT] [--each N]
 
-A fault is seen by name, if the executor reports one or stops; by result, if a result exceeds its bound; or it survives.
-It is idle, and does not count, if its instruction runs for no thread, if a dropped predicate is true for all, or if
-nothing uses what the instruction loads or stores: then garbage in its place, or its absence, survives too. The table
-has a line for each kind; survivors are listed with their lines.
+A fault is seen by name, if the executor reports one or stops, or by result, if a result exceeds its bound. It survives
+if only bits of results or arguments change. Otherwise it has no effect in this run: nothing that the executor checks
+was broken, and every bit is the same. Faults of order are also planted into all of a kernel's instructions at once,
+which shows whether one without effect stands beside others. The table has a line for each kind.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -28,15 +29,12 @@ from paged.bench.check import Result
 from paged.bench.compiled.device import ARCHS, CompiledDevice
 from paged.bench.compiled.report import Fault, Report
 from paged.bench.compiled.translate import Translation
-from paged.bench.problems.arguments import Arguments
+from paged.bench.problems.arguments import Arguments, map_tensors
 from paged.errors import PagedError
 
 Change = Callable[[re.Match[str]], str]
 
 _LOADS = r"ld\.(?:volatile\.)?(?:global|shared)|st\.(?:global|shared)|cp\.async\.c[ag]|atom"
-_GUARD = re.compile(r"\s*@(!?)(%p\d+) ")
-_LOADED = re.compile(r"\s*(?:@!?%p\d+ )?(?:ld\.(?:volatile\.)?(?:global|shared)|ldmatrix)\S*\s+(\{[^}]*\}|%\w+)")
-_GARBAGE = {"%rs": "mov.b16 {}, 0xFFFF;", "%r": "mov.b32 {}, 0xFFFFFFFF;", "%rd": "mov.b64 {}, 0xFFFFFFFFFFFFFFFF;"}
 _WGMMA = re.compile(r"(wgmma\.mma_async\S+ +(?:\{[^}]*\}|\S+), *)(.*?)(%rd\d+)(, *%p\d+, *-?1, *-?1.*)")
 
 
@@ -110,7 +108,7 @@ RULES = (
     Rule("ldmatrix moved", r"(ldmatrix\S+\s+\{[^}]*\}, \[%r\d+)\]", r"\g<1>+16]"),
     Rule("ticket relaxed", r"(atom\.global\S*?)\.acq_rel", r"\g<1>.relaxed"),
 )
-# Operation and row that each kernel's faults are judged by, at the sizes of "check" unless `_SMALLER` has others.
+# Operation and row that each kernel's faults are judged by, at the sizes of "check" unless `_SIZES` has others.
 PROBLEMS = (
     ("paged_attention", "prefill"),
     ("paged_attention", "decode"),
@@ -128,13 +126,26 @@ PROBLEMS = (
     ("gated_delta_rule", "prefill"),
     ("sample_tokens", "top_p"),
 )
-# As many tokens an expert as at the sizes of "check", and a quarter of the work.
-_SMALLER = {("fused_moe", "prefill"): {"tokens": 150, "num_experts": 4}}
+# Loops of five and more tiles, so that every stage of a pipeline is used again. Of experts as many tokens each, and a
+# quarter of the work.
+_SIZES: dict[tuple[str, str], dict[str, Any]] = {
+    ("paged_attention", "prefill"): {"lengths": [(70, 460)]},
+    ("paged_attention", "decode"): {"lengths": [(1, 2500), (1, 33), (1, 1)]},
+    ("paged_mla_attention", "decode"): {"lengths": [(1, 900), (1, 33)]},
+    ("fused_moe", "prefill"): {"tokens": 150, "num_experts": 4},
+    # A full chunk behind another one, whose state is not zero.
+    ("gated_delta_rule", "prefill"): {"lengths": [140, 20]},
+}
+
+
+SEEN = ("by name", "by result", "survived", "no effect")
+# Kinds that are also planted into all of a kernel's instructions at once.
+_ORDER = ("wait_group dropped", "bar.sync dropped", "proxy fence dropped", "mbarrier wait dropped")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a fault. seen: "by name", "by result", "survived" or "idle"."""
+    """What became of a fault. line: in the PTX, 0 for all of a kernel's. seen: one of SEEN."""
 
     kind: str
     kernel: str
@@ -159,18 +170,22 @@ class Problem:
     """A row of a card, with the expected results and their bounds, which are computed once."""
 
     def __init__(self, card: Card, row: Row) -> None:
-        self.card, self.sizes = card, {**row.size("check"), **_SMALLER.get((card.name, row.variant), {})}
+        self.card, self.sizes = card, {**row.size("check"), **_SIZES.get((card.name, row.variant), {})}
         arguments = self._arguments()
         self.want = card.want(arguments)
         self.bounds = card.bounds(arguments, self.want)
 
-    def results(self) -> list[Result]:
-        """Run the operation and return its results beside the expected ones.
+    def run(self) -> tuple[list[Result], list[torch.Tensor]]:
+        """Run the operation, and return its results beside the expected ones, and all bytes of arguments and results.
 
         Arguments are drawn again, because a plan that a call has made would spare the next one the planning kernel.
         """
         arguments = self._arguments()
-        return list(self.card.beside(arguments, self.card.call(arguments), self.want, self.bounds).values())
+        results = self.card.call(arguments)
+        tensors: list[torch.Tensor] = []
+        map_tensors(tensors.append, [arguments, results])
+        all_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        return list(self.card.beside(arguments, results, self.want, self.bounds).values()), all_bytes
 
     def _arguments(self) -> Arguments:
         torch.manual_seed(0)
@@ -185,58 +200,20 @@ def outcomes(problem: Problem, device: CompiledDevice, per_kind: int) -> Iterato
     """
     first = len(device.translations)
     device.report.clear()
-    for result in problem.results():
+    results, right = problem.run()
+    for result in results:
         result.check()
     assert not device.report.lines(), device.report.lines()
     for translation in device.translations[first:]:
+        kernel = translation.kernel.name
         for rule in RULES:
-            for number, line in _spread(_places(translation, rule), per_kind):
-                lines = translation.text.split("\n")
-                lines[number - 1] = line
-                with planted(translation, "\n".join(lines)):
-                    seen = _seen(problem, device)
-                if seen == "survived" and _is_idle(problem, device, translation, number, rule.kind):
-                    seen = "idle"
-                if seen == "survived" and _is_unused(problem, device, translation, number, rule.kind):
-                    seen = "idle"
-                yield Outcome(rule.kind, translation.kernel.name, number, " ".join(line.split())[:100], seen)
-
-
-def _is_idle(problem: Problem, device: CompiledDevice, translation: Translation, number: int, kind: str) -> bool:
-    """Return whether a fault cannot matter: its instruction runs for no thread, or a dropped predicate is always true.
-
-    To find out, the threads in question store to an address that is nowhere.
-    """
-    lines = translation.text.split("\n")
-    guard = _GUARD.match(lines[number - 1])
-    if guard is None:
-        return False
-    negation, predicate = guard.groups()
-    if kind == "predicate dropped":
-        negation = "" if negation else "!"
-    lines[number - 1] = f"@{negation}{predicate} st.shared.b32 [0], 0; {lines[number - 1]}"
-    with planted(translation, "\n".join(lines)):
-        return _seen(problem, device) != "by name"
-
-
-def _is_unused(problem: Problem, device: CompiledDevice, translation: Translation, number: int, kind: str) -> bool:
-    """Return whether nothing uses what an instruction loads, or what a narrower or moved copy or store writes."""
-    lines = translation.text.split("\n")
-    line = lines[number - 1]
-    loaded = _LOADED.match(line)
-    if loaded is not None:
-        guard = ""
-        if kind == "predicate dropped" and (match := _GUARD.match(line)) is not None:
-            guard = f"@{'' if match[1] else '!'}{match[2]} "  # the threads that did not load
-        for name in re.findall(r"%[a-z]+\d+", loaded[1]):
-            line += f" {guard}{_GARBAGE[name.rstrip('0123456789')].format(name)}"
-    elif "narrower" in kind or "moved" in kind:
-        line = ""
-    else:
-        return False
-    lines[number - 1] = line
-    with planted(translation, "\n".join(lines)):
-        return _seen(problem, device) == "survived"
+            places = _places(translation, rule)
+            for number, line in _spread(places, per_kind):
+                seen = _seen(problem, right, device, translation, [(number, line)])
+                yield Outcome(rule.kind, kernel, number, " ".join(line.split())[:100], seen)
+            if rule.kind in _ORDER and places:
+                seen = _seen(problem, right, device, translation, places)
+                yield Outcome(f"{rule.kind}, all at once", kernel, 0, f"{len(places)} of them", seen)
 
 
 def _places(translation: Translation, rule: Rule) -> list[tuple[int, str]]:
@@ -270,19 +247,29 @@ def planted(translation: Translation, text: str) -> Iterator[None]:
         vars(translation).update(before)
 
 
-def _seen(problem: Problem, device: CompiledDevice) -> str:
+def _seen(
+    problem: Problem,
+    right: Sequence[torch.Tensor],
+    device: CompiledDevice,
+    translation: Translation,
+    places: Sequence[tuple[int, str]],
+) -> str:
+    """Return what becomes of a fault in some lines of a kernel. right: all bytes without it."""
+    lines = translation.text.split("\n")
+    for number, line in places:
+        lines[number - 1] = line
     device.report.clear()
-    is_wrong = False
     try:
-        is_wrong = any(result.first_wrong() is not None for result in problem.results())
+        with planted(translation, "\n".join(lines)):
+            results, all_bytes = problem.run()
     except _SeenError:
         return "by name"
     except (PagedError, ArithmeticError, ValueError, IndexError):
-        is_wrong = True
-    if device.report.lines():
-        return "by name"
-    if is_wrong:
         return "by result"
+    if any(result.first_wrong() is not None for result in results):
+        return "by result"
+    if all(map(torch.equal, all_bytes, right)):
+        return "no effect"
     return "survived"
 
 
@@ -302,18 +289,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             (row,) = [row for row in card.rows if row.variant == variant]
             for outcome in outcomes(Problem(card, row), device, args.each):
                 found.append(outcome)
-                if outcome.seen == "survived":
-                    print(f"survived: {outcome.kind}, {outcome.kernel} line {outcome.line}: {outcome.text}", flush=True)
+                if outcome.seen in ("survived", "no effect"):
+                    print(
+                        f"{outcome.seen}: {outcome.kind}, {outcome.kernel} line {outcome.line}: {outcome.text}",
+                        flush=True,
+                    )
             if args.json:
                 args.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1) + "\n")
-    print(f"\n{'kind':32} {'planted':>8} {'by name':>8} {'by result':>10} {'survived':>9} {'idle':>5}")
+    print(f"\n{'kind':32}" + "".join(f"{title:>10}" for title in ("planted", *SEEN)))
     for kind in dict.fromkeys(outcome.kind for outcome in found):
         counts = Counter(outcome.seen for outcome in found if outcome.kind == kind)
-        numbers = [counts[seen] for seen in ("by name", "by result", "survived", "idle")]
-        print(f"{kind:32} {sum(numbers):8} {numbers[0]:8} {numbers[1]:10} {numbers[2]:9} {numbers[3]:5}")
+        print(f"{kind:32}{counts.total():10}" + "".join(f"{counts[seen]:10}" for seen in SEEN))
     counts = Counter(outcome.seen for outcome in found)
     num_seen = counts["by name"] + counts["by result"]
-    print(f"{num_seen} of {num_seen + counts['survived']} seen on {args.arch}, {counts['idle']} idle")
+    num_changing = num_seen + counts["survived"]
+    print(f"{num_seen} of {num_changing} that change something seen on {args.arch}, of {counts.total()} planted")
     return 0
 
 
