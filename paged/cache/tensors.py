@@ -333,15 +333,15 @@ class KvCacheTensors:
         for elements, row_size in zip(table.sizes, table.row_sizes, strict=True):
             together = size // elements
             end = start - -len(table.layers) // together
-            shape = end - start, num_blocks, together, self.block_size, heads
+            shape = end - start, num_blocks, together
             parts = self.storage[start:end, :, : together * self.block_size * elements]
-            parts = parts.view(*shape[:3], self.block_size * elements).transpose(1, 2)
+            parts = parts.view(*shape, self.block_size * elements).transpose(1, 2)
             rows, behind = parts.split([self.block_size * row_size, self.block_size * (elements - row_size)], -1)
             stacks.append(rows.unflatten(-1, (self.block_size, heads, row_size // heads)))
             if start == 0:
                 self._keep_entries(table, behind)
             # A head's scales lie side by side, so that a program that attends one head reads whole sectors.
-            by_head = *shape[:3], heads, self.block_size
+            by_head = *shape, heads, self.block_size
             for storage in self._scales:
                 of_rows = storage[start:end, :, : together * self.block_size * heads]
                 scales.append(of_rows.view(by_head).transpose(1, 2).transpose(3, 4))
