@@ -180,10 +180,12 @@ def test_every_length_from_1_to_130(layer: str, backend: str, device: torch.devi
 @pytest.mark.parametrize("share", [0.03, 0.5])
 def test_gates_at_both_limits(layer: str, share: float, backend: str, device: torch.device) -> None:
     """Channels that keep everything, but for a share of the tokens, at which they decay as fast as they can: no
-    exponent leaves float32. The definition and a GPU scan 4,096 tokens, for which the interpreter takes a minute."""
+    exponent leaves float32. The interpreter takes 6 seconds for 4,096 tokens of a head, and 30 with erase vectors:
+    it scans so many once in each layer without them."""
     seqs = [Seq(tokens, start=5 * tokens % 64) for tokens in (1, 15, 17, 65, 130)]
-    if backend == "torch" or device.type == "cuda":
-        seqs.append(Seq(4096))
+    is_interpreted = backend == "triton" and device.type == "cpu"
+    if not is_interpreted or (share < 0.1 and layer != "erasing"):
+        seqs.append(Seq(4096, start=7))
     _, name, arguments = make_layer(layer, device, *seqs, max_append=0, key_heads=1, value_heads=1)
     a = arguments["a"]
     decays = torch.rand(a.shape, device=device) < share
