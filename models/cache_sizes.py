@@ -9,7 +9,7 @@ import torch
 
 from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
+from paged.cache.pooled_groups import PooledGroup
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
@@ -81,8 +81,7 @@ def _with_index_keys(
             group = PooledGroup(*shape, pool_size=index.pool_size, entry_size=key_size)
         pooled.append(group)
     row_size = index.row_size(dtype)
-    rows = OpenPoolGroup(key_layers, 1, row_size, row_size, latent=True, pool_size=index.pool_size)
-    return [*pooled, rows]
+    return [*pooled, CacheGroup(key_layers, 1, row_size, row_size, sliding_window=1, latent=True)]
 
 
 def sized_cache_config(

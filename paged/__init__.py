@@ -108,7 +108,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.cache.groups": ("CacheGroup", "RecurrentSpec"),
     "paged.cache.kv_cache": ("KvCacheHandle", "PagedKvCacheConfig"),
     "paged.cache.manager": ("PagedKvCacheManager",),
-    "paged.cache.pooled_groups": ("OpenPoolGroup", "PooledGroup"),
+    "paged.cache.pooled_groups": ("PooledGroup",),
     "paged.cache.slot_reservation": ("KvSlotReservation",),
     "paged.step.metadata": ("AttentionMetadata",),
     "paged.models.base": ("DecoderOnlyLLM", "LlmRuntimeConfig"),

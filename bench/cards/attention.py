@@ -51,12 +51,8 @@ _LATENT_LENGTHS = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
 _LATENTS = {"lengths": _LATENT_LENGTHS, "heads": (128, 16, 4), "sizes": same((512, 64))}
 _BLOCK_INDEX = {"lengths": _LATENT_LENGTHS, "dim": (128, 128, 32)}
 _INDEXED = {"lengths": _LATENT_LENGTHS, "heads": (64, 16, 16), "dim": (128, 128, 32), "top_k": (2048, 128, 20)}
-# Pools of GLM-5.3-Flash, of a prompt.
-_POOLED = {
-    "lengths": ([(8192, 8192)], [(512, 512)], [(70, 200), (1, 48), (3, 33)]),
-    "dim": (128, 128, 32),
-    "pool": same(16),
-}
+# Pools of GLM-5.3-Flash.
+_POOLED = {"tokens": (8192, 512, 100), "dim": (128, 128, 32), "pool": same(16)}
 # Problems of a quick run, one for every option.
 _QUICK = (
     "mixed batch",
@@ -304,24 +300,25 @@ def _scored_blocks_cost(_: Card, arguments: Arguments) -> Cost:
     return Cost(2 * q.shape[1] * q.shape[2] * pairs, moved)
 
 
-def _open_pools(draw: Draw, *, lengths: Lengths, dim: int, pool: int) -> Arguments:
-    """Draw rows of keys and gates. Rows that no sequence has hold NaN."""
-    problem = Problem("", tuple(lengths), (1, 1), 2 * dim, block_size=16, padding_rows=1, dtype=draw.dtype)
-    arguments = mla_problem.index_problem(problem, draw.device)
-    tensors = {name: arguments[name] for name in ("block_table", "cu_seqlens_q", "seq_lens")}
-    sizes = {"position_bias": draw.normal(pool, dim), "num_tokens": len(arguments["q"])}
-    return {"row_cache": arguments["key_cache"], **sizes, **tensors}
+def _open_pools(draw: Draw, *, tokens: int, dim: int, pool: int) -> Arguments:
+    """Draw rows of keys and gates in blocks of 4 pools, and the slots of a prompt in a random order of blocks."""
+    block_size = 4 * pool
+    num_blocks = -(-2 * tokens // block_size) + 1
+    slots = draw.permutation(num_blocks)[:, None] * block_size + torch.arange(block_size, device=draw.device)
+    slot_mapping = slots.flatten()[:tokens].clone()
+    if draw.is_odd:
+        slot_mapping[torch.rand(tokens, device=draw.device) < 0.2] = -1
+    row_cache = draw.normal(num_blocks, block_size, 2 * dim)
+    return {"row_cache": row_cache, "position_bias": draw.normal(pool, dim), "slot_mapping": slot_mapping}
 
 
 def _open_pools_cost(_: Card, arguments: Arguments) -> Cost:
     """Count the rows of closed pools, read once, and 4 operations for each of their numbers."""
-    pool_size, dim = arguments["position_bias"].shape
-    num_closed = 0
-    for q_len, seq_len in _lengths(arguments):
-        num_closed += seq_len // pool_size - (seq_len - q_len) // pool_size
-    num_rows, row_bytes = num_closed * pool_size, arguments["row_cache"][0, 0].nbytes
-    written = arguments["num_tokens"] * row_bytes // 2
-    return Cost(4 * num_rows * dim, num_rows * row_bytes + num_bytes(arguments["position_bias"]) + written)
+    bias, slots = arguments["position_bias"], arguments["slot_mapping"]
+    pool_size, dim = bias.shape
+    num_rows = pool_size * int(((slots >= 0) & (slots % pool_size == pool_size - 1)).sum())
+    row_bytes = arguments["row_cache"][0, 0].nbytes
+    return Cost(4 * num_rows * dim, num_rows * row_bytes + num_bytes(bias, slots) + len(slots) * row_bytes // 2)
 
 
 def _states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> Arguments:
@@ -475,7 +472,7 @@ CARDS = (
         errors=bounds.pooled_keys,
         cost=_open_pools_cost,
         rows=(Row(_POOLED),),
-        odd={"lengths": _ODD_LENGTHS, "dim": (24, 16), "pool": (3, 16, 1, 4)},
+        odd={"tokens": (0, 1, 5, 33), "dim": (24, 16), "pool": (3, 16, 1, 4)},
         compiled=compiled_latents.pool_cases,
     ),
 )

@@ -181,11 +181,8 @@ def listed_blocks(ids: torch.Tensor, is_block: torch.Tensor, is_open: torch.Tens
 def pool_keys(
     row_cache: torch.Tensor,
     position_bias: torch.Tensor,
+    slot_mapping: torch.Tensor,
     *,
-    num_tokens: int,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
     compute: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return the key of the pool that each token closes, [num_tokens, head_dim]; zeros where it closes none.
@@ -193,15 +190,15 @@ def pool_keys(
     A key is the sum of softmax(gate + position_bias) * key over the rows (key, gate) of a pool, for every channel.
     """
     pool_size, head_dim = position_bias.shape
-    pooled = torch.zeros(num_tokens, head_dim, dtype=compute, device=row_cache.device)
-    for queries in _queries(cu_seqlens_q, seq_lens, 2 * head_dim, 1):
-        ends = queries.positions + 1  # [n]
-        (closing,) = torch.where((ends % pool_size == 0) & (ends > 0))  # [m]
-        positions = ends[closing, None] - pool_size + torch.arange(pool_size, device=ends.device)  # [m, pool]
-        rows = _rows(row_cache, block_table[queries.seq], positions).to(compute)  # [m, pool, 2 D]
-        keys, gates = rows.split(head_dim, -1)
-        weights = (gates + position_bias.to(compute)).softmax(1)
-        pooled[queries.rows.start + closing] = (weights * keys).sum(1)
+    pooled = torch.zeros(len(slot_mapping), head_dim, dtype=compute, device=row_cache.device)
+    (closing,) = torch.where((slot_mapping >= 0) & ((slot_mapping + 1) % pool_size == 0))  # [m]
+    offsets = torch.arange(pool_size, device=slot_mapping.device)
+    slots = slot_mapping[closing, None] - pool_size + 1 + offsets  # [m, pool]
+    block_size = row_cache.shape[1]
+    rows = row_cache[slots // block_size, slots % block_size].to(compute)  # [m, pool, 2 * head_dim]
+    keys, gates = rows.split(head_dim, -1)
+    weights = (gates + position_bias.to(compute)).softmax(1)
+    pooled[closing] = (weights * keys).sum(1)
     return pooled
 
 

@@ -155,6 +155,7 @@ _ARGUMENTS = {
     "qk_norm_rope_and_cache": ("slot_mapping", "positions"),
     "rotary_embedding": ("positions",),
     "concat_and_cache_mla": ("slot_mapping",),
+    "pool_keys": ("slot_mapping",),
     "mla_norm_rope_and_cache": ("slot_mapping", "positions"),
     "copy_blocks": ("block_pairs",),
     "add_lora": ("rows", "slots", "ranks"),

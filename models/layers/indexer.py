@@ -155,16 +155,9 @@ class PooledIndexer(Indexer):
         """Write the rows of all tokens, then the keys of the pools that they close."""
         keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
         rows = torch.cat([keys, functional.linear(hidden, self.gate)], -1)  # [T, 2 * head_dim]
-        row_table, row_slots = metadata.table(self.row_table)
+        _, row_slots = metadata.table(self.row_table)
         write_index_keys(rows.to(self.row_cache.dtype), self.row_cache, row_slots)
-        pooled = self.pool_keys(
-            self.row_cache,
-            self.position_bias,
-            num_tokens=len(hidden),
-            block_table=row_table,
-            cu_seqlens_q=metadata.cu_seqlens_q,
-            seq_lens=metadata.seq_lens,
-        )  # [T, head_dim]
+        pooled = self.pool_keys(self.row_cache, self.position_bias, row_slots)  # [T, head_dim]
         _, slots = metadata.table(self.table)
         pool_size = self.config.pool_size  # divides the block size, so that slots count positions of pools
         is_closing = (slots >= 0) & (slots % pool_size == pool_size - 1)

@@ -1,8 +1,10 @@
-"""Pooled keys: an entry for each pool of tokens beside the layer's own rows, and the rows of pools that are open.
+"""Pooled keys: an entry for each pool of positions, beside the keys and values of a layer.
 
-An entry lies in the block of its pool's positions and is written with the pool's last position. So copies, forks, hits,
-swap, tiers and failed steps treat it like that position's key. The rows that a pool needs until it closes are in a
-table of their own, whose blocks are freed behind the open pool.
+An entry lies in the block of its pool's positions and is written with the last of them. So copies, forks, prefix hits,
+swap, tiers, truncations and failed steps treat it like that position's key.
+
+The rows that a pool needs until it closes are further layers of a `CacheGroup` with `sliding_window=1`: a window keeps
+whole blocks, and the block of a token has the earlier tokens of its pool.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from paged.cache.groups import CacheGroup
-from paged.cache.kinds.pools import OpenPoolTable, PooledTable
+from paged.cache.kinds.pools import PooledTable
 from paged.errors import InvalidInputError
 from paged.kernels.core.errors import as_int
 
@@ -52,26 +54,3 @@ class PooledGroup(CacheGroup):
 
     def entries_shape(self, block_size: int) -> tuple[int, int]:
         return block_size // self.pool_size, self.entry_size
-
-
-@dataclass(frozen=True)
-class OpenPoolGroup(CacheGroup):
-    """Layers with a row for each token of the pool that is open.
-
-    pool_size: tokens of a pool.
-    """
-
-    pool_size: int = 1
-    kind: ClassVar[Any] = OpenPoolTable
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "pool_size", as_int("pool_size", self.pool_size, low=1))
-
-    @property
-    def most_seen(self) -> int:
-        return self.pool_size
-
-    def first_seen_block(self, num_tokens: int, block_size: int) -> int:
-        """Return the index of the block with the first token of the pool that the token after `num_tokens` is in."""
-        return num_tokens // self.pool_size * self.pool_size // block_size

@@ -7,7 +7,6 @@ import torch
 
 from paged import InvalidInputError, KvCacheHandle, KvSlotRequest, OutOfBlocksError, PagedError, RecurrentSpec
 from paged.cache.kinds.state import States
-from tests.cache.kinds.own_pooled import POOL
 from tests.cache.kinds.test_new_kind import BLOCK, PooledModel, key_of, make
 from tests.cache.recurrent.hashing_model import HashingModel
 
@@ -169,7 +168,7 @@ def test_check_integrity_sees_a_contradiction_of_each_kind(
     model.texts[handle] = []
     model.run(handle, model.trunk[:32])
     model.run(handle, model.trunk[32:40])
-    assert [table.most_seen for table in model.manager.config.tables] == [None, None, WINDOW, POOL]
+    assert [table.most_seen for table in model.manager.config.tables] == [None, None, WINDOW, 1]
     assert states_of(model).kept
     model.check()
     plant(model, handle)

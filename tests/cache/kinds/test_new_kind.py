@@ -20,7 +20,7 @@ from paged import (
     UnsupportedError,
 )
 from paged.cache.kinds.pools import PooledTable
-from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
+from paged.cache.pooled_groups import PooledGroup
 from tests.cache.kinds.own_pooled import POOL, OwnPooled, OwnPooledGroup
 from tests.cache.stress.test_failed_calls import OURS
 from tests.failure import CACHE_GUARD, Failure
@@ -35,7 +35,7 @@ def make(**changes: object) -> PagedKvCacheManager:
     """A cache of one layer that sees all tokens, one of latents with a window, and layers of pooled keys."""
     window = CacheGroup((1,), sliding_window=5, latent=True)
     pooled = PooledGroup((POOLED,), latent=True, pool_size=POOL, entry_size=WIDTH)
-    rows = OpenPoolGroup((OPEN,), latent=True, pool_size=POOL)
+    rows = CacheGroup((OPEN,), sliding_window=1, latent=True)
     groups = [CacheGroup((0,)), window, pooled, rows, OwnPooledGroup(OWN)]
     sizes = {"num_layers": 6, "num_kv_heads": 1, "head_dim": WIDTH, "block_size": BLOCK, "num_blocks": 60}
     return PagedKvCacheManager(PagedKvCacheConfig(**{**sizes, "num_swap_blocks": 20, "groups": groups, **changes}))

@@ -8,7 +8,7 @@ import pytest
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.executors.engine.metrics import prometheus_text
 from tests.models.edits import copy_with_rolled_weights
-from tests.models.families import FAMILIES, save_checkpoint, tokens
+from tests.models.families import FAMILIES, PARTS, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_blocks": 16, "progress": False, "max_loras": 2}
@@ -101,7 +101,7 @@ def test_a_restart_begins_with_hits(folder: Path, other_folder: Path, tmp_path: 
 
 
 KINDS = {"windows": "gemma3", "latents": "deepseek_v3", "states": "qwen3_next", "convolutions": "lfm2_moe"}
-KINDS |= {"indexer keys": "deepseek_v32"}
+KINDS |= {"indexer keys": "deepseek_v32", "pooled keys": "glm5_next"}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ KINDS |= {"indexer keys": "deepseek_v32"}
 )
 def test_models_of_every_kind_of_cache(kind: str, tmp_path: Path) -> None:
     """From host memory, and from files after a restart."""
-    save_checkpoint(FAMILIES[KINDS[kind]], tmp_path)
+    save_checkpoint((PARTS | FAMILIES)[KINDS[kind]], tmp_path)
     expected = answers(load(tmp_path))
     for num_runs in (3, 1):
         executor = load(tmp_path, host_cache_bytes=1 << 24, cache_folder=tmp_path / "cache")
