@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.checks import check_is_tensor
 from ..core.compat import dot, tl, triton
 from ..core.device import use_triton
 from ..core.dtypes import decode_e4m3
@@ -150,6 +151,7 @@ def choose_keys(
         InvalidInputError: a shape, dtype, device or value does not fit.
         UnsupportedError: an argument requires a gradient.
     """
+    check_is_tensor("weights", weights)
     check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size=1)
     top_k = as_int("top_k", top_k, 1)
     shape = _shape(q, key_cache, block_table, top_k)
