@@ -226,7 +226,7 @@ class BlockIndexer(CachedKeys):
         """
         config = self.config
         block_table, slot_mapping = metadata.table(self.table)
-        q, keys = self.qk_proj(hidden).split_with_sizes(self.sizes, -1)
+        q, keys = self.qk_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
         keys, _ = self.k_norm(keys)  # [T, head_dim]
         self.rotate(positions, keys.unsqueeze(1), None, self.cos_sin_cache, interleaved=self.interleaved)
         write_index_keys(keys, self.key_cache, slot_mapping)

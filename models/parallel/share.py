@@ -160,6 +160,8 @@ class Share:
         recurrent = config.recurrent[layer]
         if recurrent is not None and path.startswith(f"{config.recurrent_name}."):
             return [self._even(size) for size in recurrent.parts(path.split(".")[1])]
+        if path.startswith("self_attn.indexer."):
+            return self._index_heads(config.attention[layer], path.split(".")[2])
         if path.startswith("self_attn."):
             return self._heads(config.attention[layer], path.split(".")[1])
         moe = config.moe[layer]
@@ -186,10 +188,16 @@ class Share:
         query = of(layer.num_heads, self.rank * per_rank, per_rank, layer.head_dim)
         key = of(layer.num_kv_heads, first, count, layer.head_dim)
         value = of(layer.num_kv_heads, first, count, layer.v_head_dim)
-        sections = {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}
-        if layer.block_index is not None:  # queries of the indexer; every rank holds its key
-            sections["indexer"] = [of(layer.num_kv_heads, first, count, layer.block_index.head_dim)]
-        return sections.get(name, [query])
+        return {"k_proj": [key], "k_norm": [key], "v_proj": [value], "qkv_proj": [query, key, value]}.get(name, [query])
+
+    def _index_heads(self, layer: AttentionConfig, name: str) -> list[Section]:
+        """Return the features of an indexer with a head for each KV head; every rank holds its one key."""
+        assert layer.block_index is not None  # other indexers are not split
+        size = layer.block_index.head_dim
+        if name != "q_proj":
+            return [Section(size, 0, size)]
+        first, count = self._kv_heads(layer)
+        return [Section(layer.num_kv_heads * size, first * size, (first + count) * size)]
 
     def _kv_heads(self, layer: AttentionConfig) -> tuple[int, int]:
         """Return the index of this rank's first KV head, and the number of its KV heads."""

@@ -34,6 +34,7 @@ TARGETS = {
     "gpt_oss": ALL[:4],
     "kimi_linear": ("q_proj", "o_proj"),
     "llama4": ALL,  # those of the MLP are of the shared expert
+    "minimax_m3": ("q_proj", "k_proj", "o_proj", "gate_up_proj", "down_proj"),  # also of the indexer
     "nemotron": ("q_proj", "o_proj", "up_proj", "down_proj"),
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "qwen3_5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "down_proj"),
