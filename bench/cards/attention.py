@@ -50,6 +50,7 @@ _CASCADE = {"prefix": (32768, 1024, 64), "suffix": (512, 64, 20), "sequences": (
 _LATENT_LENGTHS = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
 _LATENTS = {"lengths": _LATENT_LENGTHS, "heads": (128, 16, 4), "sizes": same((512, 64))}
 _BLOCK_INDEX = {"lengths": _LATENT_LENGTHS, "dim": (128, 128, 32)}
+_BY_HEAD = {"heads": same(4), "top_k": same(16), "size": same(128)}
 _INDEXED = {"lengths": _LATENT_LENGTHS, "heads": (64, 16, 16), "dim": (128, 128, 32), "top_k": (2048, 128, 20)}
 # Pools of GLM-5.3-Flash.
 _POOLED = {"tokens": (8192, 512, 100), "dim": (128, 128, 32), "pool": same(16)}
@@ -432,7 +433,8 @@ CARDS = (
         named("chosen_blocks"),
         cost=_scored_blocks_cost,
         rows=(
-            Row({**_BLOCK_INDEX, "heads": same(4), "top_k": same(16), "size": same(128)}, "by head"),
+            Row({**_BLOCK_INDEX, **_BY_HEAD}, "by head"),
+            Row({**_BLOCK_INDEX, **_BY_HEAD, "lengths": _CHOSEN["lengths"]}, "long context"),
             Row(
                 {
                     **_BLOCK_INDEX,
