@@ -13,6 +13,7 @@ from paged.cache.pooled_groups import PooledGroup
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
+from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
 from paged.models.parallel.ranks import Ranks
 
@@ -23,6 +24,8 @@ _CPU_BYTES = 1 << 30
 GPU_FRACTION = 0.9
 # Largest fraction of the cache's memory for states of recurrent layers. models/limits.md compares states and K/V.
 _STATE_FRACTION = 0.5
+# Most blocks of a cache without K/V. They take no memory on the device, and the host keeps 84 bytes for each.
+_MOST_EMPTY_BLOCKS = 1 << 20
 # Largest number of recurrent-state slots on a GPU: for each of 256 sequences, two slots and one snapshot.
 _MOST_SLOTS = 768
 # Largest number of recurrent-state slots on a CPU: for each of 8 sequences, two slots and two snapshots.
@@ -34,6 +37,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
 
     The index keys of layer i form a further layer of the cache, with index num_layers + i. If an indexer pools tokens,
     the further layer has its tokens' rows, and the pools' keys lie beside the latents, in all layers of their group.
+    The rows that the MLP of a layer with `shifts_mlp` keeps form such a further layer too.
 
     fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys.
     """
@@ -59,11 +63,14 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
         num_layers *= 2
     recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}
     if recurrent:
-        (state,) = set(recurrent.values())
-        shape = state.channels, state.conv_width, state.num_heads, state.head_dim, state.num_key_heads, state.key_dim
-        fields["recurrent"] = RecurrentSpec(
-            tuple(recurrent), *shape, decays_channels=state.decays_channels, rank=state.rank
-        )
+        (spec,) = {_spec(state) for state in recurrent.values()}
+        conv_layers: list[int] = []
+        for index, state in recurrent.items():
+            if state.shifts_mlp:
+                conv_layers.append(num_layers + index)
+        if conv_layers:
+            num_layers *= 2
+        fields["recurrent"] = replace(spec, layers=tuple(recurrent), conv_layers=tuple(conv_layers))
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
 
 
@@ -82,6 +89,21 @@ def _with_index_keys(
         pooled.append(group)
     row_size = index.row_size(dtype)
     return [*pooled, CacheGroup(key_layers, 1, row_size, row_size, sliding_window=1, latent=True)]
+
+
+def _spec(layer: RecurrentConfig) -> RecurrentSpec:
+    """Return the shape of a layer's state, as that of layer 0."""
+    return RecurrentSpec(
+        (0,),
+        layer.channels,
+        layer.conv_width,
+        layer.num_heads,
+        layer.head_dim,
+        layer.num_key_heads,
+        layer.key_dim,
+        decays_channels=layer.decays_channels,
+        rank=layer.rank,
+    )
 
 
 def sized_cache_config(
@@ -110,8 +132,11 @@ def sized_cache_config(
     )
     state_bytes = 0
     if cache.recurrent is not None:
+        fraction = 1.0
+        if cache.has_kv:
+            fraction = _STATE_FRACTION
         states = replace(cache.recurrent, conv_dtype=dtype, state_dtype=load_options.state_dtype)
-        states = _with_slots(states, load_options, dtype)
+        states = _with_slots(states, load_options, dtype, fraction)
         cache = replace(cache, recurrent=states)
         state_bytes = (states.num_slots + 1) * states.slot_bytes(dtype)
     num_tables = len(cache.tables)
@@ -126,8 +151,13 @@ def blocks_that_fit(
 ) -> int:
     """Return how many blocks the device's free memory holds beside `state_bytes` of recurrent states, at least 1.
 
-    On a CPU: enough for four sequences of max_seq_len tokens, but at most 1 GiB.
+    On a CPU: enough for four sequences of max_seq_len tokens, but at most 1 GiB. Without K/V: enough for each state to
+    belong to a sequence of max_seq_len tokens, but at most 2^20, or one sequence.
     """
+    if not cache.has_kv:
+        assert cache.recurrent is not None
+        longest = cache.blocks_for(max_seq_len)
+        return max(longest, min(cache.recurrent.num_slots * longest, _MOST_EMPTY_BLOCKS))
     block_bytes = cache.block_bytes(dtype)
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -136,14 +166,19 @@ def blocks_that_fit(
     return max(1, min(num_blocks, _CPU_BYTES // block_bytes))
 
 
-def _with_slots(recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype) -> RecurrentSpec:
-    """Return the sizes of states with the number of slots, from the options or from the device's memory."""
+def _with_slots(
+    recurrent: RecurrentSpec, load_options: LoadOptions, dtype: torch.dtype, fraction: float
+) -> RecurrentSpec:
+    """Return the sizes of states with the number of slots.
+
+    It comes from the options, or from a fraction of the cache's memory.
+    """
     append = load_options.max_drafts + 1
     recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
     slot_bytes, num_slots = recurrent.slot_bytes(dtype), load_options.num_state_slots
     if num_slots is None and load_options.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(load_options.device)
-        num_slots = min(int(free_bytes * GPU_FRACTION * _STATE_FRACTION) // slot_bytes, _MOST_SLOTS)
+        num_slots = min(int(free_bytes * GPU_FRACTION * fraction) // slot_bytes, _MOST_SLOTS)
     elif num_slots is None:
         num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
     num_slots = max(num_slots, 2)

@@ -16,7 +16,7 @@ from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.recurrent_config import GatedDeltaConfig, KimiDeltaConfig, RecurrentConfig
+from paged.models.layers.recurrent_config import GatedDeltaConfig, KimiDeltaConfig, RecurrentConfig, Rwkv7Config
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.kv_scales import load_kv_scales, split_kv_scales
 from paged.models.loading.text_prefix import BESIDE_BODY, TextPrefix, find_text_prefix
@@ -115,8 +115,8 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     """Return the configuration with the layout of these tensors, by the family's names (see `text_name`).
 
     Each layer's experts are separate or stacked; experts with biases are always stacked. Convolutions of q, k and v are
-    three tensors or one. Decay rates have one dimension or four. Gate and up of an MLP may be one tensor. Without
-    tensors, the layout is the published one.
+    three tensors or one. Decay rates have one dimension or four. RWKV-7's weights of shifts are six tensors or one.
+    Gate and up of an MLP may be one tensor. Without tensors, the layout is the published one.
     """
     shapes: dict[int, list[int]] = {}
     for match in filter(None, map(_STACKED.fullmatch, stored)):
@@ -140,6 +140,8 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
                 splits_conv=f"{prefix}.conv1d.weight" not in stored,
                 wide_rates=len(stored[f"{prefix}.A_log"].shape) == 4,
             )
+        if isinstance(recurrent_layer, Rwkv7Config):
+            recurrent_layer = replace(recurrent_layer, stacks_shifts=f"{prefix}.x_x" in stored)
         if isinstance(recurrent_layer, GatedDeltaConfig) and recurrent_layer.splits_qkv:
             recurrent_layer = replace(recurrent_layer, splits_conv=splits_conv)
         recurrent.append(recurrent_layer)

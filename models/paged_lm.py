@@ -395,9 +395,9 @@ class PagedCausalLM(DecoderOnlyLLM):
                 if size is not None:
                     windows.append(size)
             has_axes = has_axes and layer.rope is not None and len(layer.rope.mrope_section) == 3
-        attention = next(layer.self_attn for layer in self.network.layers if layer.self_attn is not None)
-        num_positions = len(attention.cos_sin_cache)
-        return EmbedsLimits(config.hidden_size, config.num_layers, num_positions, has_axes, min(windows, default=None))
+        return EmbedsLimits(
+            config.hidden_size, config.num_layers, self.num_positions, has_axes, min(windows, default=None)
+        )
 
     @property
     def _rows_of_ranks(self) -> int:

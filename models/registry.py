@@ -33,6 +33,7 @@ from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
 from paged.models.families.minimax import MINIMAX
 from paged.models.families.network import Network
+from paged.models.families.rwkv import RWKV
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
@@ -70,6 +71,7 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **KIMI,
     **MAMBAS,
     **MINIMAX,
+    **RWKV,
     "Gemma4ForCausalLM": Gemma4,
 }
 

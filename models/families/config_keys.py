@@ -171,8 +171,8 @@ _WITHOUT_EFFECT = frozenset(
     norm_type normalization_function num_beam_groups num_beams num_heads num_logits_to_keep num_mtp_modules
     num_nextn_predict_layers num_return_sequences num_shared_expert order_of_interleaved_layers
     original_max_position_embeddings pixel_shuffle_factor repetition_penalty rescale_prenorm_residual rms_norm_eps
-    rope_parameters rope_theta seq_aux shared_moe_mode temperature time_step_floor time_step_limit
-    time_step_max time_step_rank top_k top_p typical_p unsloth_fixed unsloth_version
+    rope_parameters rope_theta seq_aux shared_moe_mode temperature time_step_floor time_step_init_scheme
+    time_step_limit time_step_max time_step_rank time_step_scale top_k top_p typical_p unsloth_fixed unsloth_version
     use_embedding_sharing use_gated_activation use_mamba_kernels use_mixed_mlp_moe use_mtp
     use_parallel_block use_parallel_embedding use_pos_enc""".split()
 )

@@ -69,6 +69,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "lfm3": (128_000, 2048, 7680, 24, 16, 4, 128, 128_000, None, 1e6),
     "llama": (*_LLAMA_4K, 2048, 1e-6, 1e4),
     "llama4_text": (202_048, 5120, 8192, 48, 40, 8, 128, 131_072, 1e-5, 5e5),
+    "mamba2": (32_768, 4096, None, 64, None, None, 64, None, None, None),
     "mimo_v2_flash": (152_576, 4096, 16_384, 48, 64, 4, 192, 131_072, 1e-5, 5e6),
     "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
     "minimax_m3_vl_text": (200_064, 6144, 3072, 60, 64, 4, 128, 524_288, 1e-6, 5e6),
@@ -97,6 +98,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "qwen3_next": (151_936, 2048, 5632, 48, 16, 2, 256, 32_768, 1e-6, 1e4),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16, None, 128_000, 1e-6, 5e5),
     "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32, 128, 128_000, 1e-6, 5e5),
+    "rwkv7": (32_000, 2048, None, 24, None, None, 64, 2048, None, None),
     "seed_oss": (155_136, 4096, 27_648, 64, 80, 8, 128, 524_288, 1e-6, 1e4),
     "smollm3": (128_256, 2048, 11_008, 36, 16, 4, None, 32_768, 1e-6, 2e6),
     "solar_open": (196_608, 4096, None, 48, 64, 8, 128, 131_072, 1e-5, 1e6),
@@ -293,6 +295,9 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         "kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "scale_emb": 12,
         "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True,
     },
+    "mamba2": {
+        "num_heads": 128, "state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "layer_norm_epsilon": 1e-5,
+    },
     "ministral": {"sliding_window": 4096},
     "ministral3": {"rope_parameters": _MINISTRAL3_ROPE},
     "mistral": {"sliding_window": 4096},
@@ -331,6 +336,10 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_vl_moe_text": {
         "moe_intermediate_size": 1408, "decoder_sparse_step": 1, "num_experts": 60, "num_experts_per_tok": 4,
+    },
+    "rwkv7": {
+        "hidden_act": "sqrelu", "norm_eps": 1e-5, "decay_low_rank_dim": 64, "gate_low_rank_dim": 128,
+        "a_low_rank_dim": 64, "v_low_rank_dim": 16,
     },
     "seed_oss": {"attention_bias": True},
     "smollm3": {"no_rope_layer_interval": 4, "tie_word_embeddings": True},

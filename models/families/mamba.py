@@ -1,4 +1,4 @@
-"""Families with Mamba-2 layers: Bamba, Granite 4.0, Nemotron-H, Falcon-H1."""
+"""Families with Mamba-2 layers: Mamba-2 itself, Bamba, Granite 4.0, Nemotron-H, Falcon-H1."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import (
     CONV_ACTIVATIONS,
     PLAIN_ACTIVATIONS,
+    STATE_POSITIONS,
     decoder_config,
     for_kind,
     layer_kinds,
     read_head_dim,
+    without_attention,
 )
 from paged.models.layers.recurrent_config import Mamba2Config
 from paged.models.layers.rope import rope_config
@@ -47,6 +49,13 @@ _NEMOTRON_RENAMES = {
     r"\.mixer\.(?=(?:[qkvo]|qkv|qkqkv)_proj\.|attn\.|(?:[qkv]|kv)_(?:scale|zero_point)$)": ".self_attn.",
     r"\.mixer\.(?=(?:in_proj|out_proj|conv1d|norm|A_log|dt_bias|D)\b)": ".linear_attn.",
     r"\.mixer\.": ".mlp.",
+}
+# Names of models of Mamba-2 alone, whose only part of a layer is the mixer.
+_MAMBA2_RENAMES = {
+    r"^backbone\.": "model.",
+    r"^model\.embeddings\.": "model.embed_tokens.",
+    r"^model\.norm_f\.": "model.norm.",
+    r"\.mixer\.": ".linear_attn.",
 }
 _FALCON_RENAMES = {**_MAMBA_RENAMES, r"^model\.final_layernorm\.": "model.norm."}
 _BAMBA_RENAMES = {**_FALCON_RENAMES, r"\.feed_forward\.": ".mlp."}
@@ -102,6 +111,44 @@ def _divisor(hf: HfConfig, key: str, heads: int) -> int:
     if heads % groups:
         raise CheckpointError(f"{hf.source}: {key} = {groups}, expected a divisor of the {heads} mamba heads")
     return groups
+
+
+def _mamba2(hf: HfConfig) -> dict[str, Any]:
+    """Mamba-2 (Dao and Gu, 2024) in every layer, and nothing else, as in Codestral Mamba.
+
+    As in transformers, the norm always follows the gate. Residual streams have the model's dtype, also where
+    `residual_in_fp32` asks for float32.
+    """
+    hf.choice("hidden_act", *CONV_ACTIVATIONS)
+    hf.choice("rms_norm", True)
+    hf.flag("residual_in_fp32")
+    # Keys of the authors' code, of initialisation, and a size that follows from others.
+    for key in ("norm_before_gate", "time_step_min", "intermediate_size"):
+        hf.value(key)
+    heads, head_dim = hf.integer("num_heads"), hf.integer("head_dim")
+    size = int(hf.number("expand") * hf.integer("hidden_size"))
+    if heads * head_dim != size:
+        raise CheckpointError(f"{hf.source}: {heads} heads of {head_dim}, expected {size} elements")
+    mamba = Mamba2Config(
+        num_heads=heads,
+        head_dim=head_dim,
+        num_key_heads=_divisor(hf, "n_groups", heads),
+        key_dim=hf.integer("state_size"),
+        conv_width=hf.integer("conv_kernel", minimum=2),
+        conv_bias=hf.flag("use_conv_bias", True),
+        bias=hf.flag("use_bias"),
+        dt_limits=_dt_limits(hf),
+        eps=hf.number("layer_norm_epsilon"),
+    )
+    return {
+        **without_attention(heads, head_dim),
+        "max_position_embeddings": hf.integer("max_position_embeddings", STATE_POSITIONS),
+        "recurrent": mamba,
+        "intermediate_size": 0,
+        "activation": "silu",
+        "eps": hf.number("layer_norm_epsilon"),
+        "before_attention": "norm",
+    }
 
 
 def _bamba(hf: HfConfig) -> dict[str, Any]:
@@ -289,5 +336,6 @@ MAMBAS = {
     "BambaForCausalLM": family("bamba", _bamba, _BAMBA_RENAMES),
     "FalconH1ForCausalLM": family("falcon_h1", _falcon_h1, _FALCON_RENAMES, _FalconLayer),
     "GraniteMoeHybridForCausalLM": _GraniteHybrid,
+    "Mamba2ForCausalLM": family("mamba2", _mamba2, _MAMBA2_RENAMES),
     "NemotronHForCausalLM": family("nemotron_h", _nemotron_h, _NEMOTRON_RENAMES),
 }

@@ -29,8 +29,15 @@ from paged.models.layers.indexer import PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.recurrent import GatedDeltaNet, Mamba2, RecurrentLayer, ShortConv
-from paged.models.layers.recurrent_config import GatedDeltaConfig, KimiDeltaConfig, Mamba2Config, ShortConvConfig
+from paged.models.layers.recurrent_config import (
+    GatedDeltaConfig,
+    KimiDeltaConfig,
+    Mamba2Config,
+    Rwkv7Config,
+    ShortConvConfig,
+)
 from paged.models.layers.rope import RopeConfig, rope_table
+from paged.models.layers.rwkv7 import Rwkv7TimeMix
 from paged.models.layers.share_bound import share_bound
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
@@ -46,6 +53,7 @@ _RECURRENT_LAYERS: Mapping[type, Callable[..., RecurrentLayer]] = {
     GatedDeltaConfig: GatedDeltaNet,
     KimiDeltaConfig: KimiDelta,
     Mamba2Config: Mamba2,
+    Rwkv7Config: Rwkv7TimeMix,
     ShortConvConfig: ShortConv,
 }
 # Modules of Gemma 4 whose names are absent from tensor names in a checkpoint.
@@ -65,6 +73,7 @@ class DecoderLayer(nn.Module):
     ranks = Ranks()
     attention_class: type[Attention] = Attention
     latent_class: type[LatentAttention] = LatentAttention
+    mlp_class: type[PlainMlp] = PlainMlp
     experts: nn.Module | None
     before_attention: RmsNorm | None
     after_attention: RmsNorm | None
@@ -88,7 +97,7 @@ class DecoderLayer(nn.Module):
         if moe is not None:
             self.add_module(self.mlp_name, SparseMoe(config, moe))
         elif size > 0:
-            mlp = GatedMlp if config.gated else PlainMlp
+            mlp = GatedMlp if config.gated else self.mlp_class
             self.add_module(self.mlp_name, mlp(config, size))
         # Name of a norm in this class -> its name in checkpoints; None for a norm that the layer lacks.
         self.norm_names: dict[str, str | None] = dict.fromkeys(_NORMS)
@@ -201,6 +210,11 @@ class DecoderLayer(nn.Module):
             return False
         return all(module.has_invariant_rows for module in self.modules() if isinstance(module, Linear))
 
+    def set_states(self, kv_manager: PagedKvCacheManager, index: int, num_layers: int) -> None:
+        """Give the recurrent part its slots in the cache. index: of the layer among num_layers."""
+        if self.linear_attn is not None:
+            self.linear_attn.set_state(kv_manager.state(index))
+
     @staticmethod
     def num_sums(config: DecoderConfig, index: int) -> int:
         """Return the number of all-reduces in a layer."""
@@ -312,8 +326,7 @@ class Network(nn.Module):
         tables = {rotation: rope_table(*rotation, max_seq_len, device) for rotation in set(rotations)}
         held = HeldCaches()
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
-            if layer.linear_attn is not None:
-                layer.linear_attn.state = kv_manager.state(index)
+            layer.set_states(kv_manager, index, len(layers))
             if layer.self_attn is None:
                 continue
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))

@@ -28,6 +28,9 @@ _RENAMED_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _MAX_LAYERS = 10_000
 _MAX_POSITIONS = 1 << 24
 _MAX_HEAD_DIM = 4096
+# Longest sequence of a model without attention if its file has none: the longest that Codestral Mamba was tested with.
+# The state sets no limit. This one bounds the tables of a sequence's blocks.
+STATE_POSITIONS = 1 << 18
 
 
 def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
@@ -214,7 +217,7 @@ def layer_kinds(
 
     Raises:
         CheckpointError: there are not as many kinds as layers.
-        UnsupportedError: a kind is not in `known`, or no layer has attention.
+        UnsupportedError: a kind is not in `known`.
     """
     num_layers = count_layers(hf)
     kinds = hf.items(key, str) or list(map(default, range(num_layers)))
@@ -223,9 +226,20 @@ def layer_kinds(
         raise CheckpointError(f"{hf.source}: {len(kinds)} {key} for {num_layers} layers")
     if unknown := set(kinds) - {*known}:
         raise UnsupportedError(f"{hf.source}: layer type {shown(min(unknown))}, known are {', '.join(known)}")
-    if "full_attention" not in kinds:
-        raise UnsupportedError(f"{hf.source}: no layer with attention, supported are models with one or more")
     return tuple(kinds)
+
+
+def without_attention(num_heads: int, head_dim: int) -> dict[str, Any]:
+    """Return fields of `decoder_config` for a model whose layers all keep a state. Heads are those of the state."""
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_heads,
+        "head_dim": head_dim,
+        "softmax_scale": 1.0,
+        "rope": None,
+        "qkv_bias": False,
+        "o_bias": False,
+    }
 
 
 def rotating_layers(hf: HfConfig) -> list[int]:

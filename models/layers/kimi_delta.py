@@ -12,12 +12,12 @@ from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
 from paged.kernels.recurrent.metadata import RecurrentBatch
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter
-from paged.models.layers.recurrent import RecurrentLayer
+from paged.models.layers.recurrent import ConvolvedLayer
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.loading.weights import Destinations
 
 
-class KimiDelta(RecurrentLayer):
+class KimiDelta(ConvolvedLayer):
     """Kimi delta attention (Moonshot AI, "Kimi Linear", 2025).
 
     The state decays by a factor for each channel of a key. The decay and the output gate are made by one projection

@@ -21,7 +21,7 @@ from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class RecurrentLayer(nn.Module):
-    """A causal convolution; a subclass adds the operations before and after it.
+    """Base of layers that keep a state of fixed size for each sequence.
 
     state: the layer's slots in the cache. float32_names: parameters that are float32 in models of any dtype.
     """
@@ -30,15 +30,14 @@ class RecurrentLayer(nn.Module):
     out_proj: Linear
     float32_names: tuple[str, ...] = ()
 
-    def __init__(self, layer: RecurrentConfig, *, conv_bias: bool = False) -> None:
+    def __init__(self, layer: RecurrentConfig) -> None:
         super().__init__()
-        # [channels, width], by tap in memory: a thread then loads the taps of eight channels at once.
-        by_tap = torch.empty(layer.conv_width, layer.channels)
-        self.conv_weight = nn.Parameter(by_tap.t(), requires_grad=False)
-        self.conv_bias = empty_parameter(layer.channels) if conv_bias else None
         for name in self.float32_names:
             self.register_parameter(name, empty_parameter(layer.num_heads))
-        self.causal_conv1d = Bound(causal_conv1d, step="batch")
+
+    def set_state(self, state: RecurrentState) -> None:
+        """Give the layer its slots in the cache."""
+        self.state = state
 
     def keep_float32(self) -> None:
         """Convert the parameters in `float32_names` back to float32."""
@@ -61,23 +60,37 @@ class RecurrentLayer(nn.Module):
         """Return the input of `out_proj`."""
         raise NotImplementedError
 
-    def convolve(self, x: torch.Tensor, batch: RecurrentBatch, activation: str | None = "silu") -> torch.Tensor:
-        """Return the convolution of x [num_tokens, channels]."""
-        return self.causal_conv1d(x, self.conv_weight, self.conv_bias, self.state, batch=batch, activation=activation)
-
     def destinations(self, prefix: str) -> Destinations:
-        destinations: Destinations = {
-            f"{prefix}.conv1d.weight": self.conv_weight[:, None],
-            **self.out_proj.destinations(prefix),
-        }
-        if self.conv_bias is not None:
-            destinations[f"{prefix}.conv1d.bias"] = self.conv_bias
+        destinations = self.out_proj.destinations(prefix)
         for name in self.float32_names:
             destinations[f"{prefix}.{name}"] = self.get_parameter(name)
         return destinations
 
 
-class ShortConv(RecurrentLayer):
+class ConvolvedLayer(RecurrentLayer):
+    """A causal convolution; a subclass adds the operations before and after it."""
+
+    def __init__(self, layer: RecurrentConfig, *, conv_bias: bool = False) -> None:
+        super().__init__(layer)
+        # [channels, width], by tap in memory: a thread then loads the taps of eight channels at once.
+        by_tap = torch.empty(layer.conv_width, layer.channels)
+        self.conv_weight = nn.Parameter(by_tap.t(), requires_grad=False)
+        self.conv_bias = empty_parameter(layer.channels) if conv_bias else None
+        self.causal_conv1d = Bound(causal_conv1d, step="batch")
+
+    def convolve(self, x: torch.Tensor, batch: RecurrentBatch, activation: str | None = "silu") -> torch.Tensor:
+        """Return the convolution of x [num_tokens, channels]."""
+        return self.causal_conv1d(x, self.conv_weight, self.conv_bias, self.state, batch=batch, activation=activation)
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix)
+        destinations[f"{prefix}.conv1d.weight"] = self.conv_weight[:, None]
+        if self.conv_bias is not None:
+            destinations[f"{prefix}.conv1d.bias"] = self.conv_bias
+        return destinations
+
+
+class ShortConv(ConvolvedLayer):
     """A convolution between two gates: out_proj(C * conv(B * x)), as in LFM2 (Liquid AI, 2025)."""
 
     def __init__(self, config: DecoderConfig, layer: ShortConvConfig) -> None:
@@ -93,7 +106,7 @@ class ShortConv(RecurrentLayer):
         return super().destinations(prefix) | self.in_proj.destinations(prefix)
 
 
-class Mamba2(RecurrentLayer):
+class Mamba2(ConvolvedLayer):
     """Mamba-2 (Dao and Gu, 2024)."""
 
     float32_names = ("A_log", "dt_bias", "D")
@@ -143,7 +156,7 @@ class Mamba2(RecurrentLayer):
         return destinations
 
 
-class GatedDeltaNet(RecurrentLayer):
+class GatedDeltaNet(ConvolvedLayer):
     """A gated delta net (Yang et al., 2024), as in Qwen3-Next and Qwen3.5."""
 
     float32_names = ("A_log", "dt_bias")

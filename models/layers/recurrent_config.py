@@ -14,6 +14,7 @@ class RecurrentConfig:
         num_heads, head_dim: heads of values; 0 for a convolution alone.
         num_key_heads, key_dim: heads of keys and queries; several value heads share one.
         decays_channels, rank: as in `RecurrentSpec`.
+        shifts_mlp: whether the layer's MLP also has rows of such a convolution.
     """
 
     conv_width: int
@@ -23,6 +24,7 @@ class RecurrentConfig:
     key_dim: int = 0
     decays_channels: bool = False
     rank: int = 1
+    shifts_mlp: bool = False
 
     @property
     def value_size(self) -> int:
@@ -136,3 +138,39 @@ class ShortConvConfig(RecurrentConfig):
         if name == "in_proj":
             return (self.size,) * 3
         return (self.size,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rwkv7Config(RecurrentConfig):
+    """Time mixing of RWKV-7 (Peng et al., 2025), whose input is shifted by a token.
+
+    Attributes:
+        size: hidden size; each channel is shifted.
+        is_first: whether it is the first layer. Values of later layers are mixed with the first layer's.
+        has_pre_norm: whether embeddings are normalised before the first layer.
+        decay_rank, erase_rank, value_rank, gate_rank: inner sizes of the pairs of projections that make the decay, the
+            rate of erasing, the share of the first layer's values, and the gate.
+        eps: eps of the norm of each head's output.
+        divides_by_sum: whether keys are divided by sqrt(sum of squares + 1e-6); otherwise by their norm, at least
+            1e-12.
+        stacks_shifts: whether a checkpoint stores the weights of all shifts as one tensor.
+    """
+
+    conv_width: int = 2
+    decays_channels: bool = True
+    rank: int = 2
+    shifts_mlp: bool = True
+    size: int
+    is_first: bool
+    has_pre_norm: bool
+    decay_rank: int
+    erase_rank: int
+    value_rank: int
+    gate_rank: int
+    eps: float
+    divides_by_sum: bool
+    stacks_shifts: bool = False
+
+    @property
+    def channels(self) -> int:
+        return self.size

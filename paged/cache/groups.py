@@ -144,13 +144,30 @@ class CacheGroup:
         return min(num_blocks, 1 + -(-self.reach // block_size))
 
 
+class NoKvTable(CacheGroup):
+    """Block table of a cache without K/V. Its blocks hold no bytes; they count positions and name cached prefixes."""
+
+    def __init__(self) -> None:
+        for name, value in {"layers": (), "num_kv_heads": 1, "head_dim": 1, "v_head_dim": 1}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def row_sizes(self) -> tuple[int, ...]:
+        """None: there is neither a key nor a value."""
+        return ()
+
+
 def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     """Split groups into the layers of each block table, so that blocks of all tables have about the same size.
+
+    Without groups there is one table, a `NoKvTable`.
 
     Groups of one kind (same shape and window) are joined, then cut into equal parts. The block size chosen wastes the
     least memory, first of all in tables without a window, because long sequences fill these. If some layers have a
     window, a block holds all layers of one kind. Tables are sorted: no window first, then by falling window.
     """
+    if not groups:
+        return (NoKvTable(),)
     kinds: dict[CacheGroup, list[int]] = {}
     for group in groups:
         kinds.setdefault(replace(group, layers=(0,)), []).extend(group.layers)
@@ -208,6 +225,7 @@ class RecurrentSpec:
 
     Attributes:
         layers: layer indices of the model's recurrent layers.
+        conv_layers: indices of further layers that have rows of such a convolution, but no S.
         conv_channels, conv_width: channels of the causal convolution, and how many tokens it reads, the current one
             included.
         num_heads, head_dim, num_key_heads, key_dim: S is [num_heads, head_dim, key_dim] (values by keys); heads of one
@@ -246,12 +264,14 @@ class RecurrentSpec:
     decays_channels: bool = False
     rank: int = 1
     state_dtype: torch.dtype = torch.float32
+    conv_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        layers = tuple(as_int("recurrent layers", layer) for layer in self.layers)
-        if not layers or len(set(layers)) != len(layers):
+        for name in ("layers", "conv_layers"):
+            self._set(name, tuple(as_int(f"recurrent {name}", layer) for layer in getattr(self, name)))
+        layers = self.all_layers
+        if not self.layers or len(set(layers)) != len(layers):
             raise InvalidInputError(f"recurrent layers: {shown(layers)}, expected one or more distinct layers")
-        self._set("layers", layers)
         least_heads = int(bool(self.num_heads))
         for name, least in {
             **dict.fromkeys(("conv_channels", "ring", "max_append"), 1),
@@ -292,6 +312,11 @@ class RecurrentSpec:
         }
 
     @property
+    def all_layers(self) -> tuple[int, ...]:
+        """Layers with rows of a convolution: `layers`, then `conv_layers`."""
+        return (*self.layers, *self.conv_layers)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of S of one sequence, over all layers."""
         num_values = self.num_heads * self.head_dim * self.key_dim
@@ -299,15 +324,15 @@ class RecurrentSpec:
 
     def conv_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's convolution rows of `dtype`, without the rows in the ring."""
-        return len(self.layers) * (self.conv_width - 1) * self.conv_channels * dtype.itemsize
+        return len(self.all_layers) * (self.conv_width - 1) * self.conv_channels * dtype.itemsize
 
     def ring_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's ring, with convolution rows of `dtype`."""
-        num_bytes = self.ring * self.conv_channels * dtype.itemsize
+        num_bytes = len(self.all_layers) * self.ring * self.conv_channels * dtype.itemsize
         for name, shape in self.state_shapes().items():
             if name != "state":
-                num_bytes += 4 * math.prod(shape)
-        return len(self.layers) * num_bytes
+                num_bytes += len(self.layers) * 4 * math.prod(shape)
+        return num_bytes
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a slot with convolution rows of `dtype`."""

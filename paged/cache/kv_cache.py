@@ -47,11 +47,12 @@ class PagedKvCacheConfig:
             that no later token can see are freed. None keeps all blocks.
         prefix_hash: "fast", a polynomial modulo 2^64, or "sha256". Token ids are compared on every hit in both cases.
         groups: groups of layers, if shapes or windows differ; None for a single group. A layer in no group has no K/V
-            of its own.
+            of its own. Empty if no layer has K/V; then `recurrent` is not None, and a block takes no memory.
         recurrent: shape and number of the states of recurrent layers; None without such layers.
         host_cache_bytes: size of the host tier, 0 for none. The tier keeps published blocks that the device evicts, and
             prompts that begin with them load them back. It includes the `num_swap_blocks`; if there are recurrent
-            layers, half of it is for their states. Prefix hashes are then always "sha256".
+            layers, half of it is for their states, or all of it if no layer has K/V. Prefix hashes are then always
+            "sha256".
         cache_folder: folder where blocks of the host tier are also written, so that other processes find them, also
             after a restart. A cache without a model does not know its weights: name them in the namespaces or by
             `set_fingerprint`. Without `host_cache_bytes`, the cache takes 64 MiB of host memory.
@@ -117,7 +118,7 @@ class PagedKvCacheConfig:
             raise InvalidInputError(f"prefix_hash: {shown(self.prefix_hash)}, expected 'fast' or 'sha256'")
         recurrent = self.recurrent
         if recurrent is not None and not (
-            isinstance(recurrent, RecurrentSpec) and max(recurrent.layers) < self.num_layers
+            isinstance(recurrent, RecurrentSpec) and max(recurrent.all_layers) < self.num_layers
         ):
             expected = f"a RecurrentSpec of layers below {self.num_layers}"
             raise InvalidInputError(f"recurrent: {shown(recurrent)}, expected {expected}")
@@ -125,7 +126,7 @@ class PagedKvCacheConfig:
         for group in groups:
             group.check_block_size(self.block_size)
         in_pool = [group for group in groups if not group.has_own_memory]
-        if not in_pool:
+        if not in_pool and recurrent is None:
             raise InvalidInputError(f"groups: {shown(groups)}, expected one with blocks of the pool")
         self._set("tables", split_evenly(in_pool))
         self._set("own_groups", tuple(group for group in groups if group.has_own_memory))
@@ -143,7 +144,8 @@ class PagedKvCacheConfig:
         layers: list[int] = []
         for group in self.groups:
             layers += group.layers
-        if not layers or len(set(layers)) != len(layers) or max(layers) >= self.num_layers:
+        least = int(self.recurrent is None)
+        if len(layers) < least or len(set(layers)) != len(layers) or max(layers, default=0) >= self.num_layers:
             raise InvalidInputError(
                 f"groups: layers {shown(layers)}, expected one or more distinct layers below {self.num_layers}"
             )
@@ -156,17 +158,28 @@ class PagedKvCacheConfig:
         object.__setattr__(self, name, value)
 
     @property
+    def has_kv(self) -> bool:
+        """Whether blocks of the pool hold K/V. Without K/V they only count positions and name cached prefixes."""
+        return bool(self.tables[0].layers)
+
+    @property
     def has_tier(self) -> bool:
         """Whether evicted blocks are kept in host memory."""
         return self.enable_prefix_cache and (self.host_cache_bytes > 0 or self.cache_folder is not None)
 
     @property
     def host_state_bytes(self) -> int:
-        """Bytes of `host_cache_bytes` for each kind with memory of its own, such as recurrent states: half for all."""
+        """Bytes of `host_cache_bytes` for each kind with memory of its own, such as recurrent states.
+
+        All such kinds together have half, or everything if no block holds K/V.
+        """
         num_own = self._num_own
         if not self.has_tier or not num_own:
             return 0
-        return (self.host_cache_bytes or _FOLDER_HOST_BYTES) // 2 // num_own
+        num_bytes = self.host_cache_bytes or _FOLDER_HOST_BYTES
+        if self.has_kv:
+            num_bytes //= 2
+        return num_bytes // num_own
 
     @property
     def _num_own(self) -> int:
@@ -180,6 +193,8 @@ class PagedKvCacheConfig:
         """
         if not self.has_tier:
             return self.num_swap_blocks
+        if not self.has_kv:  # as many as on the device, because they take no memory
+            return max(self.num_blocks, self.num_swap_blocks)
         block_bytes, num_least = self.block_bytes(dtype), max(1, self.num_swap_blocks)
         num_bytes = self.host_cache_bytes - self.host_state_bytes * self._num_own
         if not self.host_cache_bytes:
@@ -268,14 +283,19 @@ class PagedKvCacheConfig:
     def slots(self) -> tuple[int, int]:
         """Number of planes in a block, and number of elements per token in a plane.
 
-        A plane holds the keys, values or latents of one layer, or of several small layers.
+        A plane holds the keys, values or latents of one layer, or of several small layers. Without K/V, a block has
+        one plane without elements.
         """
+        if not self.has_kv:
+            return 1, 0
         size = max(max(table.sizes) for table in self.tables)
         return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
 
     @property
     def rows_per_slot(self) -> int:
         """Largest number of rows per token in a plane, over all layers; a row is one head's key or value."""
+        if not self.has_kv:
+            return 0
         _, size = self.slots
         num_rows = 0
         for table in self.tables:

@@ -52,7 +52,7 @@ class HostBlocks:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
             self._staged = self._host
             if caches.is_cuda:
-                length = min(num_blocks, max(1, _STAGED_BYTES // self._host[0].nbytes))
+                length = min(num_blocks, max(1, _STAGED_BYTES // max(1, self._host[0].nbytes)))
                 self._staged = torch.empty((length, *shape), dtype=torch.uint8, device=self._device)
             self._gather = BlockCopy(caches.unbind(), self._staged.unbind(1))
             self._scatter = BlockCopy(self._staged.unbind(1), caches.unbind())
@@ -214,7 +214,10 @@ class SlotMemory:
 
 
 class StateTensors(SlotMemory):
-    """State tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`."""
+    """State tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`.
+
+    `conv` has the layers of `conv_layers` too, behind the others.
+    """
 
     def __init__(
         self, spec: RecurrentSpec, cache_dtype: torch.dtype, device: torch.device, num_tier_bytes: int = 0
@@ -224,26 +227,30 @@ class StateTensors(SlotMemory):
         conv_dtype = spec.conv_dtype
         if conv_dtype is None:
             conv_dtype = cache_dtype if is_wide else torch.float32
+        slots, rows = spec.num_slots + 1, spec.conv_width - 1 + spec.ring
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "conv": ((spec.conv_width - 1 + spec.ring, spec.conv_channels), conv_dtype)
+            "conv": ((len(spec.all_layers), slots, rows, spec.conv_channels), conv_dtype)
         }
         for name, shape in spec.state_shapes().items():
-            shapes[name] = shape, spec.state_dtype if name == "state" else torch.float32
-        begin = len(spec.layers), spec.num_slots + 1
+            dtype = spec.state_dtype if name == "state" else torch.float32
+            shapes[name] = (len(spec.layers), slots, *shape), dtype
         try:
             tensors: dict[str, torch.Tensor] = {}
             for name, (shape, dtype) in shapes.items():
-                tensors[name] = torch.zeros((*begin, *shape), dtype=dtype, device=device)
+                tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
             super().__init__(tensors, spec.num_swap_slots, num_tier_bytes)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise InvalidInputError(f"recurrent: no states of shape {begin} and {shapes}: {error}") from error
-        self.layers = {layer: index for index, layer in enumerate(spec.layers)}
+            raise InvalidInputError(f"recurrent: no states of shapes {shapes}: {error}") from error
+        self.layers = {layer: index for index, layer in enumerate(spec.all_layers)}
+        self._num_whole = len(spec.layers)
 
     def layer(self, layer: int) -> RecurrentState:
-        """Return the views of one recurrent layer."""
+        """Return the views of one recurrent layer; a layer of `conv_layers` has `conv` alone."""
         index = self.layers[layer]
+        if index >= self._num_whole:
+            return RecurrentState(self.all["conv"][index])
         tensors = {name: tensor[index] for name, tensor in self.all.items()}
         return RecurrentState(tensors.pop("conv"), **tensors)
 

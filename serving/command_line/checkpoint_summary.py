@@ -64,7 +64,8 @@ def summarize(
         weight_bytes: size after loading; packed weights stay packed, all others have `dtype`.
         kv_bytes_per_token: K and V of all layers.
         state_bytes, conv_bytes: recurrent states of a sequence, and rows of their convolutions.
-        kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights.
+        kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights; None also
+            for a model without K/V.
         sliding_layers: number of layers with a sliding window.
         ranks: these values for each of `spreads`; `sent_bytes` counts the bytes sent per token with logits.
 
@@ -183,7 +184,7 @@ def _needs(
     cache = cache_config(share.config(config), block_size=block_size, dtype=cache_dtype)
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
     kv_tokens = None
-    if device_bytes is not None:
+    if device_bytes is not None and cache.has_kv:
         kv_tokens = 0
         num_blocks = int((device_bytes - weight_bytes) * GPU_FRACTION) // cache.block_bytes(cache_dtype)
         if num_blocks > 0:

@@ -291,5 +291,7 @@ def _print(summary: dict[str, Any]) -> None:
     for name, needed, text in _LINES:
         if values[needed]:
             print(f"{name:17} {one_line(text.format_map(values))}")
-    if capacity is None:
+    if summary["kv_bytes_per_token"] == 0:
+        print(f"{'KV cache':17} none: a sequence has a state, however long it is")
+    elif capacity is None:
         print(f"{'KV cache':17} give --device-memory to see how many tokens fit")

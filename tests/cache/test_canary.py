@@ -41,6 +41,10 @@ CACHES: dict[str, dict[str, Any]] = {
         "groups": [CacheGroup(layers=(0,))],
         "recurrent": RecurrentSpec((1,), conv_channels=8, conv_width=4, num_slots=300, num_swap_slots=8),
     },
+    "states alone": {
+        "groups": [],
+        "recurrent": RecurrentSpec((0, 1), conv_channels=8, conv_width=4, num_slots=300, num_swap_slots=8),
+    },
     "tier": {"host_cache_bytes": 1 << 16},
 }
 SHARING = [name for name in CACHES if name != "no prefix cache"]

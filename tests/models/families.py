@@ -166,10 +166,16 @@ class Families(UserDict[str, str]):
         import transformers
 
         config, _, words = self.data[name].partition(" ")
-        config_class = getattr(transformers, f"{config}Config")
+        if config == "Rwkv7":
+            config_class = config_mapping()["rwkv7"]
+        else:
+            config_class = getattr(transformers, f"{config}Config")
         values = options(_SIZES) | options(words)
         if isinstance(getattr(config_class, "head_dim", None), property):  # follows from other sizes
             del values["head_dim"]
+        if not hasattr(config_class, "num_attention_heads"):  # there is no attention
+            for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
+                del values[key]
         return config_class(**values)
 
 
@@ -244,6 +250,7 @@ FAMILIES = Families(
     llama_tied="Llama tied",
     minicpm3="""MiniCPM3 latent scale_emb=3 scale_depth=0.9 dim_model_base=32 tied long_rope_8
         original_max_position_embeddings=128""",
+    mamba2="""Mamba2 num_heads=8 head_dim=16 state_size=16 n_groups=2 conv_kernel=4 pad_token_id=0""",
     mimo_v2_flash="""MiMoV2Flash head_dim=24 v_head_dim=16 window_last routed_experts n_group=4 topk_group=2
         num_attention_heads=8 attention_bias=True mlp_layer_types=['dense','sparse']""",
     minimax_m2="MiniMaxM2 num_local_experts=8 num_experts_per_tok=3 rotary_dim=16",
@@ -279,13 +286,17 @@ FAMILIES = Families(
     qwen3_moe_with_dense_layer="Qwen3Moe experts mlp_only_layers=[0] hidden_act='gelu_pytorch_tanh'",
     qwen3_next="Qwen3Next gated_delta experts shared_expert_intermediate_size=48",
     qwen3_window_in_one_layer="Qwen3 window_from_1 tied",
+    rwkv7="""Rwkv7 num_hidden_layers=3 head_dim=16 decay_low_rank_dim=8 gate_low_rank_dim=12 a_low_rank_dim=8
+        v_low_rank_dim=6 max_position_embeddings=2048 pad_token_id=0""",
     seed_oss="SeedOss attention_out_bias=True mlp_bias=True pad_token_id=0",
     smollm3="SmolLM3 pad_token_id=0 no_rope_layer_interval=2",
     solar_open="SolarOpen routed_experts n_group=4 topk_group=2 n_shared_experts=1",
     starcoder2="Starcoder2 window head_dim=16",
 )
-# Families that transformers has a class for; the truth of Kimi K3 is a formula, see kimi_k3.py.
-OF_TRANSFORMERS = [name for name in FAMILIES if name != "kimi_k3"]
+# Families that transformers has a class for; the truth of the others is a formula, see kimi_k3.py and rwkv7.py.
+OF_TRANSFORMERS = [name for name in FAMILIES if name not in ("kimi_k3", "rwkv7")]
+# Families without K/V.
+WITHOUT_ATTENTION = ("mamba2", "rwkv7")
 # Other options of families, for which one way is enough.
 VARIANTS = Families(
     ernie4_5_moe_in_one_layer="""Ernie4_5_Moe head_dim=16 untied moe_num_experts=4 moe_k=2 moe_intermediate_size=32
@@ -418,6 +429,15 @@ def forward(model: PagedCausalLM, chunks: dict[Any, list[int]]) -> list[torch.Te
     return model.unified_forward(items)
 
 
+def config_mapping() -> Any:
+    """transformers' classes of configurations by model_type, and those of tests beside them."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    import tests.models.rwkv7  # noqa: F401  registers its own
+
+    return CONFIG_MAPPING
+
+
 def with_pictures(name: str, text: dict[str, Any]) -> Any:
     """The configuration of a model of `PARTS`, around that of its text part."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -432,11 +452,13 @@ def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:
     """A random model of a configuration, saved by transformers. Norms and biases are random too, not ones and zeros."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Mistral4ForCausalLM
 
+    from tests.models.rwkv7 import Rwkv7
+
     torch.manual_seed(0)
-    if getattr(config, "attn_res_block_size", None) is not None:
-        k3 = KimiK3(config)
-        k3.save_pretrained(folder)
-        return k3
+    if config.model_type == "rwkv7" or getattr(config, "attn_res_block_size", None) is not None:
+        by_formula = Rwkv7(config) if config.model_type == "rwkv7" else KimiK3(config)
+        by_formula.save_pretrained(folder)
+        return by_formula
     if config.model_type == "glm5_next_text":  # transformers has it only as a part
         config = with_pictures("glm5_next", config.to_dict())
     AutoModelForCausalLM.register(Mistral4ForCausalLM.config_class, Mistral4ForCausalLM, exist_ok=True)

@@ -21,6 +21,7 @@ from tests.models.families import (
     VARIANTS,
     assert_logits_of,
     assert_same_logits,
+    config_mapping,
     logits_of,
     options,
     save_checkpoint,
@@ -101,6 +102,10 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         own["sparse_attention_config"] = section | {"sparse_topk_blocks": 2}
     if "attn_layer_indices" in values:
         own["attn_layer_indices"] = [1]
+    if model_type == "rwkv7":
+        own |= {"num_heads": 4, "value_dim": [64] * layers}
+    if model_type == "mamba2":
+        own |= {"num_heads": 8, "head_dim": 16, "state_size": 16}
     if model_type == "olmo_hybrid":
         own |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     is_derived = head_dim is None or model_type in ("cohere2", "helium")
@@ -123,14 +128,12 @@ def _wrapper_type(architecture: str) -> str:
 
 def save_published(name: str, folder: Path) -> Any:
     """A random checkpoint of a row with config.json and names of tensors as published; transformers' model of it."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     architecture, text_type, values = published(name)
     model_type = text_type or ARCHITECTURES[architecture].model_type
     values = scaled(values, model_type)
     tuned = {key: bool(values[key]) for key in ("attn_temperature_tuning",) if key in values}  # published as a number
     changed = {"pad_token_id": None, "initializer_range": 1.6 * values["hidden_size"] ** -0.5}  # 0.02: logits near 0
-    config: Any = CONFIG_MAPPING[model_type].from_dict(json.loads(json.dumps(values | tuned | changed)))
+    config: Any = config_mapping()[model_type].from_dict(json.loads(json.dumps(values | tuned | changed)))
     if model_type in TEXT_PARTS:
         config = with_pictures(_wrapper_type(architecture), config.to_dict())
     theirs = save_checkpoint(config, folder)
@@ -274,21 +277,18 @@ def test_rotations_mean_what_transformers_makes_of_them(name: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_empty_config_is_transformers_default(architecture: str) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     own = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
     if own["model_type"] == "glm4_moe":
         own["head_dim"] = 128  # its default is 42, of which half cannot rotate
-    assert _read(own) == _read(_json(CONFIG_MAPPING[own["model_type"]]()) | own)
+    assert _read(own) == _read(_json(config_mapping()[own["model_type"]]()) | own)
 
 
 def test_defaults_are_those_of_transformers_classes() -> None:
     """All but rotations and derived values, which the test of an empty config.json compares."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    mapping = config_mapping()
     compared = 0
-    for model_type in DEFAULTS.keys() & CONFIG_MAPPING.keys():
-        config_class = CONFIG_MAPPING[model_type]
+    for model_type in DEFAULTS.keys() & mapping.keys():
+        config_class = mapping[model_type]
         for key, value in DEFAULTS[model_type].items():
             field = config_class.__dataclass_fields__.get(config_class.attribute_map.get(key, key))
             if field is None or value is None or key == "rope_parameters":

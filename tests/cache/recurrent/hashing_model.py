@@ -27,15 +27,20 @@ def make_manager(
     block_size: int = 4,
     num_blocks: int = 60,
     window: int | None = None,
+    has_kv: bool = True,
     host_cache_bytes: int = 0,
     **changes: Any,
 ) -> PagedKvCacheManager:
-    """A cache of one layer with attention and one with a state, in short rings; with a window, of one more layer."""
+    """A cache of one layer with attention and one with a state, in short rings; with a window, of one more layer.
+
+    Without K/V, no layer has attention."""
     spec = RecurrentSpec(
         (1,), 1, WIDTH, 1, 1, 1, 1, num_slots, **{"num_swap_slots": 3, "ring": 6, "max_append": 3} | changes
     )
     groups = [CacheGroup((0,)), *([] if window is None else [CacheGroup((2,), sliding_window=window)])]
     layers, blocks = 1 + len(groups), num_blocks * len(groups)
+    if not has_kv:
+        groups = []
     config = PagedKvCacheConfig(
         layers,
         1,

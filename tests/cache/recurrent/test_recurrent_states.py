@@ -24,15 +24,16 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "count", "num_slots", "block_size", "interval", "window"),
+    ("seed", "count", "num_slots", "block_size", "interval", "window", "has_kv"),
     [
-        (0, 300, 12, 4, None, None),
-        pytest.param(1, 700, 10, 4, 16, None, marks=pytest.mark.thorough),
-        pytest.param(2, 400, 12, 16, None, 24, marks=pytest.mark.thorough),
+        (0, 300, 12, 4, None, None, True),
+        pytest.param(1, 700, 10, 4, 16, None, True, marks=pytest.mark.thorough),
+        pytest.param(2, 400, 12, 16, None, 24, True, marks=pytest.mark.thorough),
+        pytest.param(3, 300, 12, 4, None, None, False, marks=pytest.mark.thorough),
     ],
 )
 def test_every_state_equals_the_recurrence(
-    seed: int, count: int, num_slots: int, block_size: int, interval: int | None, window: int | None
+    seed: int, count: int, num_slots: int, block_size: int, interval: int | None, window: int | None, has_kv: bool
 ) -> None:
     """Random chunks, cuts, hits, forks, drafts, failures and swaps: the states of sequences and snapshots are those of
     their tokens after each."""
@@ -41,6 +42,7 @@ def test_every_state_equals_the_recurrence(
         "num_blocks": 240 // block_size * 2,
         "snapshot_interval": interval,
         "window": window,
+        "has_kv": has_kv,
     }
     calls = RandomCalls(make_manager(num_slots, **sizes), seed)
     count *= 15 if "SOAK" in os.environ else 1

@@ -60,7 +60,7 @@ REFUSED = {
     "DeepseekV4 num_key_value_heads=1 head_dim=16 q_lora_rank=24": "layers.0.self_attn: queries, keys",
     "Doge keep_window_size=16": "layers.0.self_attn: a mask of its own",
     "Falcon alibi=True": "alibi: transformers rounds it to bfloat16",
-    "Mamba2 num_heads=8 head_dim=16": "its forward reads tensors on the host",
+    "JetMoe": "its forward reads tensors on the host",
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

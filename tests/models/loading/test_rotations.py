@@ -20,7 +20,7 @@ FAST = ("llama4",)
 # Those with two rotations, with none, and with longrope alone in transformers.
 LEFT = (
     *("gemma3", "gemma4_moe", "gemma4_shared_kv", "granite_hybrid", "kimi_k3", "kimi_linear"),
-    *("nemotron_h", "olmo3", "phi3"),
+    *("mamba2", "nemotron_h", "olmo3", "phi3", "rwkv7"),
 )
 
 

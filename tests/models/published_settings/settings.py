@@ -383,6 +383,15 @@ _ROWS = {
         q=32 kv=8 logits_scaling=8 mamba_n_heads=64 experts=0 top=0 shared_intermediate_size=8192""",
     "ibm-granite/granite-4.0-h-tiny": """GraniteMoeHybrid granite4 attention_multiplier=0.0078125 h=1536 i=512 l=40
         q=12 kv=4 logits_scaling=6 mamba_n_heads=48 experts=64 top=6 shared_intermediate_size=1024""",
+    "mistralai/Mamba-Codestral-7B-v0.1": """Mamba2 silu h=4096 i=8192 l=64 d=64 v=32768 chunk_size=256 conv_kernel=4
+        expand=2 layer_norm_epsilon=1e-5 n_groups=8 norm_before_gate=True num_heads=128 rescale_prenorm_residual=False
+        residual_in_fp32=True rms_norm=True state_size=128 time_step_floor=0.0001 time_step_init_scheme='random'
+        any_time_step time_step_max=0.1 time_step_min=0.001 time_step_rank=256 time_step_scale=1.0
+        untied use_bias=False use_conv_bias=True""",
+    "fla-hub/rwkv7-1.5B-world": """RWKV7 h=2048 i=8192 l=24 d=64 v=65536 a_low_rank_dim=96 attn=None attn_mode='chunk'
+        decay_low_rank_dim=96 fuse_cross_entropy=True fuse_norm=False gate_low_rank_dim=256 hidden_act='sqrelu'
+        hidden_ratio=4.0 max=2048 norm_bias=True norm_eps=1e-5 norm_first=True num_heads=32 untied
+        v_low_rank_dim=64 rwkv7_values""",
     "nvidia/Nemotron-H-8B-Base-8K": """NemotronH nemotron_h h=4096 i=21504 l=52 q=32 kv=8 attention_head_dim=128
         hybrid_override_pattern='M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-' mamba_head_dim=64 max=8192""",
     "nvidia/NVIDIA-Nemotron-Nano-9B-v2": """NemotronH nemotron_h h=4480 i=15680 l=56 q=40 kv=8 d=128 mamba_head_dim=80

@@ -237,6 +237,8 @@ WORDS: dict[str, dict[str, Any]] = {
         use_bias=False use_cache=True use_conv_bias=True use_mamba_kernels=True vocab_size=131072"""
     )
     | {"time_step_limit": [0.0, float("inf")]},
+    "rwkv7_values": {"value_dim": [2048] * 24},
+    "any_time_step": {"time_step_limit": [0.0, float("inf")]},
     "nemotron_super_layers": {
         "hybrid_override_pattern": "MEMEMEM*" + "EMEMEMEM*" * 2 + "EMEMEMEMEM*" * 4 + "EMEMEMEM*EMEMEMEME"
     },

@@ -34,8 +34,8 @@ def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "every"),
     [
         *(("falcon_h1", 13), ("granite_moe_hybrid", 13), ("lfm2", 13), ("lfm3", 13)),
-        *(("bailing_hybrid", 13), ("kimi_k3", 13), ("kimi_linear", 7)),
-        *(("nemotron_h", 7), ("olmo_hybrid", 13), ("qwen3_5", 2), ("qwen3_next", 13)),
+        *(("bailing_hybrid", 13), ("kimi_k3", 13), ("kimi_linear", 7), ("mamba2", 13)),
+        *(("nemotron_h", 7), ("olmo_hybrid", 13), ("qwen3_5", 2), ("qwen3_next", 13), ("rwkv7", 7)),
     ],
 )
 def test_all_lengths_whole_and_in_random_cuts(name: str, every: int, tmp_path: Path) -> None:
