@@ -160,8 +160,10 @@ def _shift(code: BlockCode, i: Instruction, symbol: str) -> None:
 
 
 def _funnel_shift(code: BlockCode, i: Instruction) -> None:
-    arguments = ", ".join(code.array(i.name(index), "u4") for index in (1, 2, 3))
-    code.write(i, i.name(0), "u4", f"N.funnel_shift({arguments}, {i.parts[1]!r}, {i.parts[2]!r})")
+    if i.parts[2] != "wrap":
+        raise NotModelledError(i.text)
+    arguments = ", ".join(code.array(operand, "u4") for operand in _operands(i))
+    code.write(i, i.name(0), "u4", f"N.funnel_shift({arguments}, {i.parts[1]!r})")
 
 
 def _move(code: BlockCode, i: Instruction) -> None:
@@ -216,33 +218,14 @@ def _comparison(name: str, a: str, b: str, is_float: bool) -> str:
 
 def _compare(code: BlockCode, i: Instruction) -> None:
     name, kind = i.parts[1], i.type
-    combinations = [part for part in i.parts[2:-1] if part in ("and", "or", "xor")]
     operands = [i.name(1), i.name(2)]
-    targets = i.name(0).split("|")
-    if kind in _PAIRS:
-        if combinations:
-            raise NotModelledError(i.text)
-        function, word = _PAIRS[kind]
-        a, b = (code.assign(f"N.unpack_{function}({code.array(operand, word)})") for operand in operands)
-        for half, target in enumerate(targets):
-            code.write(i, target, "p", _comparison(name, f"{a}[{half}]", f"{b}[{half}]", True))
-        return
+    if kind in _PAIRS or len(i.operands) > 3 or "|" in i.name(0):
+        raise NotModelledError(i.text)
     if kind == "bf16":
-        a, b = (f"N.from_bf16({code.array(operand, 'u2')})" for operand in operands)
+        a, b = (_widened(code, operand, kind) for operand in operands)
     else:
         a, b = code.values(operands, TYPES[kind])
-    result = _comparison(name, a, b, kind in _FLOAT_TYPES)
-    if combinations:
-        symbol = {"and": "&", "or": "|", "xor": "^"}[combinations[0]]
-        other = i.name(3)
-        negation = ""
-        if other.startswith("!"):
-            negation = "~"
-        result = f"({result} {symbol} {negation}{code.array(other.lstrip('!'), 'p')})"
-    variable = code.assign(result)
-    code.write(i, targets[0], "p", variable)
-    if len(targets) == 2:
-        code.write(i, targets[1], "p", f"~{variable}")
+    code.write(i, i.name(0), "p", _comparison(name, a, b, kind in _FLOAT_TYPES))
 
 
 def _convert(code: BlockCode, i: Instruction) -> None:

@@ -107,10 +107,6 @@ class AsyncCopies:
         self.shared.shadow.written.reshape(-1, size)[index] = self.threads.time[copies.threads][:, None]
         self.shared.unfenced.reshape(-1, size)[index] = True
 
-    def wait_for_all(self, mask: Array | None) -> None:
-        self.commit(mask)
-        self.wait(0, mask)
-
 
 def hide(shared: SharedMemory, place: Array, size: int, times: Array, site: int) -> None:
     """Fill the destination of copies with ones, and mark it as not yet there."""

@@ -97,8 +97,6 @@ def _copy(code: BlockCode, i: Instruction) -> None:
         code.add(f"B.copies.commit({mask})")
     elif name == "wait_group":
         code.add(f"B.copies.wait({int(i.name(0))}, {mask})")
-    elif name == "wait_all":
-        code.add(f"B.copies.wait_for_all({mask})")
     elif name in ("ca", "cg"):
         size = int(i.name(2), 0)
         num_read = code.array(str(size), "u4")
@@ -130,7 +128,7 @@ def _mbarrier(code: BlockCode, i: Instruction) -> None:
         if i.parts[2] == "expect_tx":
             num_bytes = code.array(i.name(2), "u4")
         code.add(f"B.tensors.arrive({code.address(i.name(1), 'u4')}, {num_bytes}, {mask}, {code.site})")
-    elif name in ("try_wait", "test_wait") and "parity" in i.parts:
+    elif name == "try_wait" and "parity" in i.parts:
         address, parity = code.address(i.name(1), "u4"), code.array(i.name(2), "u4")
         code.write(i, i.name(0), "p", f"B.tensors.try_wait({address}, {parity}, {mask}, {code.site})")
     else:

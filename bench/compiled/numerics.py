@@ -134,11 +134,9 @@ def mul_hi(a: Array, b: Array) -> Array:
     return np.array([int(product) >> 64 for product in products], a.dtype)
 
 
-def funnel_shift(low: Array, high: Array, amount: Array, direction: str, mode: str) -> Array:
-    """Return 32 bits of the pair of words, shifted to the left or right."""
-    limited = np.minimum(amount, np.uint32(32)).astype(np.uint64)
-    if mode == "wrap":
-        limited = (amount & np.uint32(31)).astype(np.uint64)
+def funnel_shift(low: Array, high: Array, amount: Array, direction: str) -> Array:
+    """Return 32 bits of the pair of words, shifted to the left or right by the amount modulo 32."""
+    limited = (amount & np.uint32(31)).astype(np.uint64)
     pair = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
     if direction == "l":
         return (pair << limited >> np.uint64(32)).astype(np.uint32)

@@ -130,11 +130,6 @@ def test_division(kind: str) -> None:
             "cvt.rn.bf16.f32 %rs1, %r1; add.rn.f32.bf16 %r3, %rs1, %r2;",
             lambda a, b: a.bfloat16().float() + b,
         ),
-        (
-            "cvt.rn.f16x2.f32 %r4, %r1, %r2; cvt.rn.f16x2.f32 %r5, %r2, %r1;"
-            "setp.gt.f16x2 %p0|%p1, %r4, %r5; selp.f32 %r3, 0f3F800000, 0f00000000, %p1;",
-            lambda a, b: (a.half() > b.half()).float(),
-        ),
         ("abs.f32 %r3, %r1;", lambda a, _: a.abs()),
         ("neg.f32 %r3, %r1;", lambda a, _: -a),
         ("max.f32 %r3, %r1, %r2, 0f40000000;", lambda a, b: torch.fmax(torch.fmax(a, b), torch.tensor(2.0))),
