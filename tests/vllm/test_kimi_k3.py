@@ -1,21 +1,27 @@
 """Kimi K3's layers beside vLLM's code for them, whose kernels Triton's interpreter runs.
 
-transformers has no class for K3. `KimiMoE` cannot be made without CUDA: its constructor makes streams and events.
+transformers has no class for K3. `KimiMoE` cannot be made without CUDA, because its constructor makes streams and
+events: its parts are compared.
 """
 
+import inspect
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
+from torch.nn.functional import rms_norm
 from triton import language as tl
 
 import paged
 from paged.models.families.attention_residual import ResidualMix
 from paged.models.layers.config import NormConfig
+from paged.models.registry import load_model
 from tests.kernels.recurrent.problem import Problem, Seq, run
+from tests.models.families import FAMILIES, save_checkpoint
 from tests.tolerance import assert_close
 
 
@@ -32,12 +38,53 @@ def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_situ() -> None:
+def _situ(x: torch.Tensor) -> torch.Tensor:
     from vllm.model_executor.layers.activation import SituAndMul
 
+    found: torch.Tensor = SituAndMul.forward_native(SimpleNamespace(beta=4.0, linear_beta=25.0), x)
+    return found
+
+
+def test_situ() -> None:
     x = 8 * torch.randn(5, 96)
-    layer = SimpleNamespace(beta=4.0, linear_beta=25.0)
-    assert_close(paged.silu_and_mul(x, activation="situ"), SituAndMul.forward_native(layer, x).double())
+    assert_close(paged.silu_and_mul(x, activation="situ"), _situ(x).double())
+
+
+def test_latent_experts(tmp_path: Path, theirs: Any) -> None:
+    """Routing, activation, and what becomes of the sum of a token's experts, after products of plain matrices."""
+    theirs("attn_res")  # imports the model's modules
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import grouped_topk
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.models.kimi_k3.nvidia.model import KimiRoutedOutputTransform
+
+    saved = save_checkpoint(FAMILIES["kimi_k3"], tmp_path)
+    config, prefix = saved.config, "model.layers.1.block_sparse_moe."
+    w = {name.removeprefix(prefix): tensor for name, tensor in saved.tensors.items() if name.startswith(prefix)}
+    x = torch.randn(9, config.hidden_size)
+
+    def mlp(rows: torch.Tensor, path: str, gate: str, up: str, down: str) -> torch.Tensor:
+        both = torch.cat([w[f"{path}.{gate}.weight"], w[f"{path}.{up}.weight"]])
+        return _situ(rows @ both.T) @ w[f"{path}.{down}.weight"].T
+
+    weights, ids = inspect.unwrap(grouped_topk)(
+        x, x @ w["gate.weight"].T, config.num_experts_per_tok, True, 1, 1, "sigmoid",
+        config.routed_scaling_factor, w["gate.e_score_correction_bias"],
+    )  # fmt: skip
+    latent = x @ w["routed_expert_down_proj.weight"].T
+    routed = torch.zeros_like(latent)
+    for expert in range(config.num_local_experts):
+        share = (weights * (ids == expert)).sum(1, keepdim=True)
+        routed += share * mlp(latent, f"experts.{expert}", "w1", "w3", "w2")
+    transform = SimpleNamespace(
+        norm=lambda rows: rms_norm(rows, rows.shape[1:], w["routed_expert_norm.weight"], config.rms_norm_eps),
+        up_proj=SimpleNamespace(
+            weight=w["routed_expert_up_proj.weight"], quant_method=object.__new__(UnquantizedLinearMethod)
+        ),
+    )
+    shared = mlp(x, "shared_experts", "gate_proj", "up_proj", "down_proj")
+    want = KimiRoutedOutputTransform.forward(transform, routed, residual=shared)
+    layer = load_model(tmp_path, block_size=8, num_blocks=8).network.layers[1].mlp
+    assert_close(layer(x), want.double())
 
 
 @pytest.mark.parametrize("num_snapshots", [0, 1, 5])
