@@ -224,13 +224,11 @@ def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes):
         column = num_columns - count
         for index in range(column):
             chosen[to + index] = -1
-        block = 0
-        while column < num_columns:
+        for block in range(own + 1):
             rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
-            if rank >= heap[0] and rank != _NO_RANK:
+            if rank != _NO_RANK and rank >= heap[0] and column < num_columns:
                 chosen[to + column] = block
                 column += 1
-            block += 1
 
 
 @nb.Kernel

@@ -133,20 +133,12 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+# Few, because each copy is compiled; the problems are those that see the faults of the Triton kernel.
 NUMBA_MUTATIONS = {
-    "no fault": ("", ""),
     "a key is visible one token early": ("+ token + 1, 0)", "+ token + 2, 0)"),
-    "negative products count": ("larger(load_vector(scratch, scores + head * _KEYS + j), fill(np.float32(0)))",
-                                "load_vector(scratch, scores + head * _KEYS + j)"),
-    "no weights": ("fill(weights[first_weight + head])", "fill(np.float32(1))"),
     "earlier tiles are dropped": ("if tile + j > block * block_keys:", "if False:"),
     "the highest id of a tie": ("return (bits << 32) + (_LAST_ID - block)", "return (bits << 32) + block"),
-    "negative scores in disorder": ("return bits ^ np.int64(0x7FFFFFFF)", "return bits"),
-    "no block is forced": ("block > own - local_blocks or", "False or"),
-    "an open block is left out": ("min(top_k + is_open, num_columns)", "min(top_k, num_columns)"),
-    "sums for means": ("np.float64(score) / np.float64(count)", "np.float64(score)"),
     "the root is not the worst": ("if heap[child] >= rank:", "if True:"),
-    "the first sequence's keys": ("block_table, seq * table_stride", "block_table, 0 * table_stride"),
 }  # fmt: skip
 
 
@@ -177,10 +169,7 @@ def test_checks_see_the_fault_in_numba(fault: str, tmp_path: Path, monkeypatch: 
     source = Path(importlib.import_module(name).__file__ or "").read_text()
     text, replacement = NUMBA_MUTATIONS[fault]
     assert text in source, "the kernels have changed: this fault no longer applies"
-    if text:
-        source = source.replace(text, replacement)
-    load_copy(name, tmp_path, source, monkeypatch)
+    load_copy(name, tmp_path, source.replace(text, replacement), monkeypatch)
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     with unnoted():
-        is_found = any(turns_red(check, problem) for problem in faulty_problems(CPU, is_packed=False))
-    assert is_found == (fault != "no fault")
+        assert any(turns_red(check, problem) for problem in faulty_problems(CPU, is_packed=False))
