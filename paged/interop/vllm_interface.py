@@ -3,7 +3,7 @@
     python -m paged.interop.vllm_interface [--record]
 
 Prints lines that are gone (-), new (+), or whose function has another body (~, to be reviewed). "!" marks lines that
-the backend overrides, calls or reads. If a marked line is gone, the exit code is 1, and the plug-in refuses an untested
+the backends override, call or read. If a marked line is gone, the exit code is 1, and the plug-in refuses an untested
 vLLM. --record writes `EXPECTED`. Importing this module does not import vLLM.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EXPECTED = Path(__file__).with_name("vllm_interface.txt")
-# Names in vLLM that the backend needs. An entry without a member means the class with all its public members.
+# Names in vLLM that the backends need. An entry without a member means the class with all its public members.
 NAMES = (
     "vllm.config:CompilationConfig.static_forward_context",
     "vllm.config:ParallelConfig.cp_kv_cache_interleave_size",
@@ -48,12 +48,45 @@ NAMES = (
     "vllm.v1.attention.backends.registry:register_backend",
     "vllm.v1.attention.backends.utils:get_dcp_local_seq_lens",
 )
-# The backend's own classes, as text because importing them imports vLLM.
+# More names, which only the backends for latents need.
+LATENT_NAMES = (
+    "vllm.config:AttentionConfig.hisparse_config",
+    "vllm.config:AttentionConfig.mla_prefill_backend",
+    "vllm.config:ParallelConfig.prefill_context_parallel_size",
+    "vllm.config:get_current_vllm_config",
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention.forward_impl",
+    "vllm.model_executor.layers.attention.mla_attention:MLAAttention.update_kv_cache",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonBackend",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonDecodeMetadata",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonImpl",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadata",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder._build_decode",
+    "vllm.model_executor.layers.attention.mla_attention:MLACommonPrefillMetadata",
+    "vllm.model_executor.layers.attention.mla_attention:QueryLenSupport",
+    "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl",
+    "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadata",
+    "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadataBuilder",
+    "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonMetadataBuilder._build_req_id_per_token",
+    "vllm.v1.attention.backend:max_decode_query_len",
+    "vllm.v1.attention.backends.mla.prefill.base:MLAPrefillBackend",
+    "vllm.v1.attention.backends.mla.prefill.registry:register_mla_prefill_backend",
+)
+# The backends' own classes, as text because importing them imports vLLM.
 DERIVED = (
     "paged.interop.vllm_engine.backend:PagedBackend",
     "paged.interop.vllm_engine.backend:PagedImpl",
     "paged.interop.vllm_engine.backend:AttentionWarmup",
     "paged.interop.vllm_engine.metadata:PagedMetadataBuilder",
+    "paged.interop.vllm_engine.latents:CachedRequests",
+    "paged.interop.vllm_engine.latents:PagedMlaBackend",
+    "paged.interop.vllm_engine.latents:PagedMlaBuilder",
+    "paged.interop.vllm_engine.latents:PagedMlaImpl",
+    "paged.interop.vllm_engine.latents:PagedPrefill",
+    "paged.interop.vllm_engine.sparse_latents:PagedSparseMlaBackend",
+    "paged.interop.vllm_engine.sparse_latents:PagedSparseMlaBuilder",
+    "paged.interop.vllm_engine.sparse_latents:PagedSparseMlaImpl",
+    "paged.interop.vllm_engine.sparse_latents:PagedSparseMlaMetadata",
 )
 
 
@@ -65,10 +98,12 @@ class Line(NamedTuple):
     is_used: bool = True
 
 
-def gone() -> list[str]:
-    """Return the lines that the backend relies on and the installed vLLM lacks."""
-    installed = {line.text for line in _installed()}
-    return [line.text for line in _expected() if line.is_used and line.text not in installed]
+def gone(latents: bool = False) -> list[str]:
+    """Return the lines that attention, or attention over latents, relies on and the installed vLLM lacks."""
+    names = LATENT_NAMES if latents else NAMES
+    installed = {line.text for line in _installed(names)}
+    lines = [line for line in _expected() if line.text.startswith(LATENT_NAMES) == latents]
+    return [line.text for line in lines if line.is_used and line.text not in installed]
 
 
 def _expected() -> list[Line]:
@@ -79,8 +114,8 @@ def _expected() -> list[Line]:
     return lines
 
 
-def _installed() -> Iterator[Line]:
-    for name in NAMES:
+def _installed(names: tuple[str, ...] = NAMES + LATENT_NAMES) -> Iterator[Line]:
+    for name in names:
         module, _, path = name.partition(":")
         class_name, _, member = path.partition(".")
         try:
@@ -137,17 +172,18 @@ def _line(name: str, value: Any) -> Line:
 
 
 def _with_uses(lines: Iterator[Line]) -> Iterator[Line]:
-    """Mark class members as unused unless `NAMES` names them or the backend's class also has them."""
+    """Mark class members as unused unless the lists name them or a class of the backends also has them."""
     members: dict[str, set[str]] = {}
     for path in DERIVED:
         module, _, class_name = path.partition(":")
-        derived = getattr(importlib.import_module(module), class_name)
-        for base in derived.__mro__[1:]:
-            members.setdefault(base.__name__, set()).update(vars(derived))
+        bases = getattr(importlib.import_module(module), class_name).__mro__
+        own = {name for base in bases if base.__module__.startswith("paged.") for name in vars(base)}
+        for base in bases:
+            members.setdefault(base.__name__, set()).update(own)
     for line in lines:
         name = line.text.partition("(")[0]
         class_name, _, member = name.partition(":")[2].partition(".")
-        is_used = not member or name in NAMES or member in members.get(class_name, ())
+        is_used = not member or name in NAMES + LATENT_NAMES or member in members.get(class_name, ())
         yield line._replace(is_used=is_used)
 
 
@@ -169,7 +205,7 @@ def main() -> int:
             print("+ ", text)
         elif expected[text].digest != installed[text].digest:
             print(f"~{mark}", text)
-    return 1 if gone() else 0
+    return 1 if gone() or gone(latents=True) else 0
 
 
 if __name__ == "__main__":

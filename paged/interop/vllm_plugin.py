@@ -1,4 +1,4 @@
-"""Plug-in for vLLM's entry point `vllm.general_plugins`: registers this attention as backend CUSTOM."""
+"""Plug-in for vLLM's entry point `vllm.general_plugins`: registers the attention backends."""
 
 from __future__ import annotations
 
@@ -10,32 +10,45 @@ from paged.interop.vllm_interface import gone
 
 # Tested versions of vLLM. Another version is accepted if it has all marked lines of vllm_interface.txt.
 VERSIONS = ("0.32", "0.33")
+LATENT_VERSIONS = ("0.33",)
 BACKEND = "paged.interop.vllm_engine.backend.PagedBackend"
+# Backends for latents (MLA) by the names that `--attention-backend` takes.
+LATENT_BACKENDS = {
+    "PAGED_MLA": "paged.interop.vllm_engine.latents.PagedMlaBackend",
+    "PAGED_MLA_SPARSE": "paged.interop.vllm_engine.sparse_latents.PagedSparseMlaBackend",
+}
+PREFILL_BACKEND = "paged.interop.vllm_engine.latents.PagedPrefill"
 
 _LOGGER = logging.getLogger(__name__)
 
 
+class _Path(str):
+    """Path of a backend's class that registers the backends when it is unpickled.
+
+    vLLM sends its configuration, with the chosen name, to processes that unpickle it before they load plug-ins.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (str(self),)
+
+
+def _registered(path: str) -> str:
+    register()
+    return path
+
+
 def register() -> None:
-    """Register the backend as `AttentionBackendEnum.CUSTOM` without selecting it.
+    """Register the backends as `AttentionBackendEnum.CUSTOM`, PAGED_MLA and PAGED_MLA_SPARSE without selecting one.
 
     vLLM calls this in each of its processes, even if another backend is in use. If vLLM's version is untested and its
-    interface differs, or if another plug-in holds CUSTOM, it logs a warning and leaves vLLM unchanged. Selecting CUSTOM
-    then gives vLLM's own error or the other plug-in's backend.
+    interface differs, or if another plug-in holds CUSTOM, it logs a warning and leaves that part of vLLM unchanged.
+    Selecting CUSTOM then gives vLLM's own error or the other plug-in's backend.
     """
     import vllm
 
-    if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
-        known = " or ".join(VERSIONS)
-        missing = gone()
-        if missing:
-            _LOGGER.warning(
-                "paged attention is not registered: vLLM is %s, expected %s, or one that has %s",
-                vllm.__version__, known, missing[0],
-            )  # fmt: skip
-            return
-        _LOGGER.warning(
-            "paged attention is not tested with vLLM %s, which has the interface of %s", vllm.__version__, known
-        )
+    version = ".".join(vllm.__version__.split(".")[:2])
+    if not _has_interface(version, VERSIONS):
+        return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     custom = AttentionBackendEnum.CUSTOM
@@ -43,33 +56,65 @@ def register() -> None:
         _LOGGER.warning(
             "%s is not registered: CUSTOM is %s; VLLM_PLUGINS=paged loads no other plug-in", BACKEND, custom.get_path()
         )
-        return
-    register_backend(custom, BACKEND)
-    _offer_on_cpu(custom)
+    else:
+        register_backend(custom, BACKEND)
+    is_tested = version in VERSIONS
+    if version in LATENT_VERSIONS or (not is_tested and _has_interface(version, LATENT_VERSIONS, latents=True)):
+        _register_latents()
+    _offer_on_cpu()
 
 
-def _offer_on_cpu(custom: Any) -> None:
-    """Make the CPU platform accept CUSTOM, which it would otherwise replace by its own backend.
+def _register_latents() -> None:
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    The platform's choice is wrapped once. For CUSTOM it returns the backend's path or raises with the reasons against
+    for name, path in LATENT_BACKENDS.items():
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, _Path(path))
+    if "PAGED_MLA" not in MLAPrefillBackendEnum.__members__:
+        register_mla_prefill_backend("PAGED_MLA", _Path(PREFILL_BACKEND))
+
+
+def _has_interface(version: str, tested: tuple[str, ...], *, latents: bool = False) -> bool:
+    """Return whether a version is tested or has the interface of tested versions; log a warning if it is untested."""
+    import vllm
+
+    if version in tested:
+        return True
+    part, known, missing = "attention over latents" if latents else "attention", " or ".join(tested), gone(latents)
+    if missing:
+        _LOGGER.warning(
+            "paged %s is not registered: vLLM is %s, expected %s, or one that has %s",
+            part, vllm.__version__, known, missing[0],
+        )  # fmt: skip
+        return False
+    _LOGGER.warning("paged %s is not tested with vLLM %s, which has the interface of %s", part, vllm.__version__, known)
+    return True
+
+
+def _offer_on_cpu() -> None:
+    """Make the CPU platform accept the registered backends, which it would otherwise replace by its own.
+
+    The platform's choice is wrapped once. For these backends it returns the path or raises with the reasons against
     it, like vLLM's GPU platforms.
     """
     from vllm import platforms
 
     platform = type(platforms.current_platform)
     original = platform.get_attn_backend_cls
-    if not platforms.current_platform.is_cpu() or hasattr(original, "offers_custom"):
+    if not platforms.current_platform.is_cpu() or hasattr(original, "offers_paged"):
         return
+    paths = {BACKEND, *LATENT_BACKENDS.values()}
 
     def get_attn_backend_cls(cls: Any, *args: Any, **named: Any) -> Any:
         call = signature(original).bind(*args, **named).arguments
         backend, config = call["selected_backend"], call["attn_selector_config"]
-        if backend is not custom:
+        if backend is None or not backend.is_overridden() or backend.get_path() not in paths:
             return original(*args, **named)
         reasons = backend.get_class().validate_configuration(device_capability=None, **config._asdict())
         if reasons:
             raise ValueError(f"Selected backend {backend} is not valid for this configuration. Reason: {reasons}")
         return backend.get_path()
 
-    get_attn_backend_cls.offers_custom = True  # type: ignore[attr-defined]
+    get_attn_backend_cls.offers_paged = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

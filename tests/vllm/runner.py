@@ -69,6 +69,8 @@ class Runner:
     these functions read.
     """
 
+    backend = "CUSTOM"
+
     def __init__(
         self, device: torch.device, *, dtype: torch.dtype = torch.float32, layout: str = "LBNHC",
         kv_cache_dtype: str = "auto", head_dim: int = HEAD_DIM, layers: tuple[dict[str, Any], ...] = ({}, {}),
@@ -77,19 +79,19 @@ class Runner:
         cache = CacheConfig(block_size=BLOCK_SIZE, cache_dtype=kv_cache_dtype)
         cache.kv_cache_layout = layout
         self.device = device
-        attention = AttentionConfig(backend=AttentionBackendEnum.CUSTOM)
+        attention = AttentionConfig(backend=AttentionBackendEnum[self.backend])
         device_config = DeviceConfig(device=device.type)
         self.config = VllmConfig(device_config=device_config, cache_config=cache, attention_config=attention)
         self.config.model_config = SimpleNamespace(
             dtype=dtype, max_model_len=NUM_BLOCKS * BLOCK_SIZE, is_mm_prefix_lm=False, rswa_window=None,
-            hf_config=SimpleNamespace(model_type="llama"),
+            hf_config=SimpleNamespace(model_type="llama"), **self.of_model(),
         )  # fmt: skip
-        sizes, default = (HEADS[0], head_dim, head_dim**-0.5, HEADS[1]), torch.get_default_dtype()
+        default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with set_current_vllm_config(self.config), torch.device(device):
                 self.layers = [
-                    Attention(*sizes, cache_config=cache, prefix=f"layers.{i}.attn", **options)
+                    self.layer(head_dim, cache_config=cache, prefix=f"layers.{i}.attn", **options)
                     for i, options in enumerate(layers)
                 ]
         finally:
@@ -106,6 +108,13 @@ class Runner:
             attn_utils.init_kv_cache(context, self.cache, device, block_sizes, self.config)
         for layer in self.layers:  # slots that were never written must not count
             layer.kv_cache.view(torch.uint8).fill_(0xFF)
+
+    def of_model(self) -> dict[str, Any]:
+        """More attributes of the model's configuration."""
+        return {}
+
+    def layer(self, head_dim: int, **options: Any) -> Any:
+        return Attention(HEADS[0], head_dim, head_dim**-0.5, HEADS[1], **options)
 
     def tensors(self, num_rows: int) -> list[tuple[torch.Tensor, ...]]:
         """Each layer's query, key and value as a fused projection leaves them: side by side in one tensor."""

@@ -71,7 +71,7 @@ def test_changed_lengths_are_planned_anew(by: str, device: torch.device, monkeyp
     short = runner.forward(batch, by_layer, tensors)[0].clone()
     metadata.seq_lens.fill_(200)
     if by == "a capture":
-        monkeypatch.setattr(vllm_metadata, "_is_capturing", lambda tensor: True)
+        monkeypatch.setattr(vllm_metadata, "is_capturing", lambda tensor: True)
     else:
         runner.attn_groups[0][0].update_draft_decode_metadata(by_layer)
     assert not torch.equal(short, whole)

@@ -27,16 +27,37 @@ from paged.kernels.attention.plan import AttentionPlan
 
 
 @dataclass(frozen=True)
+class PackedKeys:
+    """Keys of several sequences in consecutive rows of one tensor, attended to as blocks of one token.
+
+    table: int32 [num_seqs, most keys of a sequence], rows.
+    """
+
+    plan: AttentionPlan
+    table: torch.Tensor
+
+    @classmethod
+    def of(cls, cu_seqlens_q: torch.Tensor, max_q_len: int, cu_seqlens_k: torch.Tensor, max_k_len: int) -> PackedKeys:
+        """Make them from int32 [num_seqs + 1] offsets of queries and keys."""
+        plan = AttentionPlan(cu_seqlens_q, cu_seqlens_k.diff(), max_seqlen_q=max_q_len, max_seqlen_k=max_k_len)
+        positions = torch.arange(max_k_len, dtype=torch.int32, device=cu_seqlens_k.device)
+        return cls(plan, cu_seqlens_k[:-1, None] + positions)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        """Run `paged_attention`. k: [num_keys, num_kv_heads, head_dim]. v: [num_keys, num_kv_heads, v_head_dim]."""
+        k_cache, v_cache = k.unsqueeze(1), v.unsqueeze(1)
+        return attend_planned(self.plan, q, k_cache, v_cache, block_table=self.table, **options)
+
+
+@dataclass(frozen=True)
 class ContextShard:
     """One rank's part of a step, for the layers of a group.
 
-    context: plan for the rank's positions before the step. new_keys: plan for the step's own keys, in blocks of one.
-    new_table: int32 [num_seqs, longest query], rows of the step's keys.
+    context: plan for the rank's positions before the step. new_keys: the step's own.
     """
 
     context: AttentionPlan
-    new_keys: AttentionPlan
-    new_table: torch.Tensor
+    new_keys: PackedKeys
 
     @classmethod
     def of(cls, common: Any, world_size: int, rank: int, interleave_size: int) -> ContextShard:
@@ -46,8 +67,7 @@ class ContextShard:
         context_lens = get_dcp_local_seq_lens(common.seq_lens - query_lens, world_size, rank, interleave_size)
         return cls(
             AttentionPlan(offsets, context_lens, max_seqlen_q=longest, max_seqlen_k=common.max_seq_len),
-            AttentionPlan(offsets, query_lens, max_seqlen_q=longest, max_seqlen_k=longest),
-            offsets[:-1, None] + torch.arange(longest, dtype=torch.int32, device=offsets.device),
+            PackedKeys.of(offsets, longest, offsets, longest),
         )
 
 
@@ -83,7 +103,7 @@ class PagedMetadata(AttentionMetadata):
         A captured graph must split the batch again in every replay. Therefore its first layer makes a new plan, even if
         the same metadata served a warm-up.
         """
-        capturing = _is_capturing(self.seq_lens)
+        capturing = is_capturing(self.seq_lens)
         if capturing not in self.plans:
             causal = self.causal
             if isinstance(causal, torch.Tensor):
@@ -183,26 +203,33 @@ def attend_shard(
         options: other arguments of both attention calls.
     """
     group, num_heads = get_dcp_group(), query.shape[1]
-
-    def over(plan: AttentionPlan, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any) -> Any:
-        return paged_attention(
-            rows, k, v, cu_seqlens_q=plan.cu_seqlens_q, seq_lens=plan.seq_lens, max_seqlen_q=plan.max_seqlen_q,
-            plan=plan, return_lse=True, **named, **options,
-        )  # fmt: skip
-
+    options["return_lse"] = True
     queries = group.all_gather(query.contiguous(), dim=1)
-    out, lse = over(shard.context, queries, *caches, block_table=block_table, causal=False, **scales)
+    out, lse = attend_planned(
+        shard.context, queries, *caches, block_table=block_table, causal=False, **scales, **options
+    )
     lses = group.all_gather(lse, dim=0).unflatten(0, (group.world_size, -1))
     total = lses.logsumexp(0)
     weight = (lse - total).exp().nan_to_num()  # 0 if no rank has a key for the row
     out = group.reduce_scatter(out.float() * weight.T.unsqueeze(-1), dim=1)
     mine = slice(group.rank_in_group * num_heads, (group.rank_in_group + 1) * num_heads)
-    new_key, new_value = new
-    key, value = new_key.unsqueeze(1), new_value.unsqueeze(1)
-    new_out, new_lse = over(shard.new_keys, query, key, value, block_table=shard.new_table, causal=causal, sinks=sinks)
+    new_out, new_lse = shard.new_keys.attend(query, *new, causal=causal, sinks=sinks, **options)
     return merge_attn_states(out, total[mine].contiguous(), new_out.float(), new_lse)[0]
 
 
-def _is_capturing(tensor: torch.Tensor) -> bool:
+def attend_planned(plan: AttentionPlan, q: torch.Tensor, *caches: torch.Tensor, **options: Any) -> Any:
+    """Run `paged_attention` with the lengths of a plan."""
+    return paged_attention(
+        q,
+        *caches,
+        cu_seqlens_q=plan.cu_seqlens_q,
+        seq_lens=plan.seq_lens,
+        max_seqlen_q=plan.max_seqlen_q,
+        plan=plan,
+        **options,
+    )
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
     """Return whether a graph is being captured on the tensor's device; False on CPU builds of torch."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
