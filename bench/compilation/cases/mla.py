@@ -52,7 +52,7 @@ def index_cases() -> list[CompileCase]:
 
 
 def block_index_cases() -> list[CompileCase]:
-    """Return scores of blocks: a list of each head, means of pools, packed keys with weights, and float32."""
+    """Return scores of blocks: a list of each head, also of packed keys, means, pools with weights, and float32."""
     cases = []
     for target in TARGETS:
         cases += [
@@ -60,6 +60,7 @@ def block_index_cases() -> list[CompileCase]:
             _block_index_case(target, 16, size=24, reduction="mean"),
             _block_index_case(target, 16, size=16, pool_size=16, is_weighted=True),
             _block_index_case(target, 64, size=128, is_packed=True, is_weighted=True),
+            _block_index_case(target, 4, size=128, is_packed=True),
             _block_index_case(target, 4, size=128, dtype="fp32"),
         ]
     return cases
