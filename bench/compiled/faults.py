@@ -182,9 +182,15 @@ class Problem:
         """
         arguments = self._arguments()
         results = self.card.call(arguments)
-        tensors: list[torch.Tensor] = []
-        map_tensors(tensors.append, [arguments, results])
-        all_bytes = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        all_bytes: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            # Clone, because rows of one element may have any stride, which `view` refuses.
+            flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+            all_bytes.append(flat.view(torch.uint8))
+            return tensor
+
+        map_tensors(keep, [arguments, results])
         return list(self.card.beside(arguments, results, self.want, self.bounds).values()), all_bytes
 
     def _arguments(self) -> Arguments:
