@@ -142,7 +142,7 @@ class PooledIndexer(Indexer):
         super().__init__(hidden_size, q_rank, config)
         self.gate = empty_parameter(config.head_dim, hidden_size)  # never packed
         self.position_bias = empty_parameter(config.pool_size, config.head_dim)
-        self.pool_keys, self.choose_blocks = Bound(pool_keys), Bound(choose_blocks, step="plan")
+        self.pool_keys, self.choose_blocks = Bound(pool_keys, by=2), Bound(choose_blocks, step="plan")
 
     def set_pools(self, entries: torch.Tensor, table: int, row_cache: torch.Tensor, row_table: int) -> None:
         """Give the indexer the caches of pools and of tokens, and the indices of their block tables."""

@@ -57,6 +57,16 @@ def test_cuts_at_every_position_of_a_pool(pooled: Case) -> None:
     model.reset()
 
 
+@pytest.mark.thorough
+def test_pools_by_the_kernels(pooled: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    ids = tokens(27)
+    expected = pooled.expected(ids)
+    assert_same_logits(pooled.ours.forward_verify("a", ids[:22]), expected[:22])
+    assert_same_logits(pooled.ours.forward_verify("a", ids[22:]), expected[22:])
+    pooled.ours.reset()
+
+
 def test_another_limit_of_the_activation_is_refused(tmp_path: Path) -> None:
     config = PARTS["glm5_next"]
     config.swiglu_limit = 7.0
