@@ -8,6 +8,7 @@ import torch
 
 from paged.kernels.attention import latent_definition
 from paged.kernels.cache import definition as cache_definition
+from paged.kernels.cache.latent_cache import dequantized
 from tests.kernels.cache.rounding import rounded_latents
 from tests.tolerance import assert_close
 
@@ -99,6 +100,9 @@ def test_steps_match_reference(case: Case, backend: str, device: torch.device, m
             new = latent, rope.squeeze(1)
             parts = cache_definition.concat_and_cache_mla(*new, like, slots, scale=scale)
             held = rounded_latents(parts, like).flatten(0, 1)[slots]
+            if like.dtype == torch.uint8:  # bfloat16 numbers lie half-way between codes; the codes have a test
+                stored = runner.layers[index].kv_cache.flatten(0, 1).cpu()[slots]
+                held = dequantized(stored, case.rank, None, torch.float64)
             if scale is not None:
                 held = held * scale.double()
             seen, cache = caches[index].clone(), caches[index]
@@ -117,6 +121,23 @@ def test_steps_match_reference(case: Case, backend: str, device: torch.device, m
             if case.dtype != torch.float32:
                 less_exact = attended(runner.up(index), q, seen, arguments, case.dtype)
             assert_close(out[: step.num_tokens], want, rounded=less_exact)
+
+
+def test_packed_rows_have_vllms_bytes(device: torch.device) -> None:
+    """As vLLM describes "fp8_ds_mla": 512 e4m3 latents, 4 float32 scales of 128 latents, 64 bfloat16."""
+    runner = Sparse(device, kv_cache_dtype="fp8_ds_mla", rank=512, layers=({},), dtype=torch.bfloat16)
+    batch = Batch.on(device, (1, 20), (3, 3))
+    choose(runner, batch)
+    tensors = runner.tensors(4)
+    runner.forward(batch, runner.metadata(batch), tensors)
+    rows = runner.layers[0].kv_cache.flatten(0, 1)[batch.slots()].cpu()
+    latents = rows[:, :512].view(torch.float8_e4m3fn).double().unflatten(1, (4, 128))
+    scales = rows[:, 512:528].view(torch.float32).double()
+    latent, rope = (x.cpu() for x in tensors[0][1:])
+    groups = latent.double().unflatten(1, (4, 128))
+    assert_close(scales.float(), groups.abs().amax(-1) / 448)
+    assert bool(((latents * scales[..., None] - groups).abs() <= 16.01 * scales[..., None]).all())  # half a step at 448
+    assert torch.equal(rows[:, 528:].view(torch.bfloat16), rope.squeeze(1))
 
 
 def choose(runner: LatentRunner, step: Batch) -> None:
@@ -146,9 +167,9 @@ def attended(
     arguments: dict[str, Any],
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """A layer's output, float64, from queries that absorb the expansion; dtype rounds as the layer's products do."""
+    """A layer's output, float64, from queries that absorb the expansion; dtype rounds as the layer does."""
     keys, values = up.split((NOPE, up.shape[2] - NOPE), -1)
     absorbed = torch.einsum("thn,lhn->thl", q[..., :NOPE].double(), keys).to(dtype).double()
     whole = torch.cat([absorbed, q[..., NOPE:].double()], -1)
-    latents = latent_definition.paged_mla_attention(whole, cache, **arguments)[0].to(dtype).double()
+    latents = latent_definition.paged_mla_attention(whole, cache.to(dtype).double(), **arguments)[0].to(dtype).double()
     return torch.einsum("thl,lhv->thv", latents, values)
