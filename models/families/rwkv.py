@@ -88,7 +88,6 @@ class Rwkv7(Network):
     layer_class = Rwkv7Layer
     renames = {  # noqa: RUF012
         r"^model\.embeddings\.": "model.embed_tokens.",
-        r"\.attn\.": ".linear_attn.",
         r"\.ffn\.key\.": ".mlp.up_proj.",
         r"\.ffn\.value\.": ".mlp.down_proj.",
         r"\.ffn\.": ".mlp.",
@@ -125,6 +124,7 @@ class Rwkv7(Network):
             **without_attention(num_heads, head_dim),
             max_position_embeddings=max(hf.integer("max_position_embeddings"), STATE_POSITIONS),
             recurrent=(first, *[later] * (num_layers - 1)),
+            recurrent_name="attn",
             intermediate_size=_intermediate_size(hf, hidden),
             gated=False,
             activation="relu2",

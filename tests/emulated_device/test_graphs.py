@@ -38,13 +38,15 @@ REPLAYED = (
         "laguna",
         "lfm2_moe",
         "llama4",
+        "mamba2",
         "mimo_v2_flash",
         "minicpm3",
         "minimax_m2",
         "minimax_m3",
         "ministral3",
     ),
-    *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "starcoder2"),
+    *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "rwkv7"),
+    "starcoder2",
 )
 
 # Classes that modules of transformers run: RMS norms and experts of ours, `Conv1D` and LayerNorms of theirs; and

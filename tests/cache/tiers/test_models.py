@@ -101,7 +101,7 @@ def test_a_restart_begins_with_hits(folder: Path, other_folder: Path, tmp_path: 
 
 
 KINDS = {"windows": "gemma3", "latents": "deepseek_v3", "states": "qwen3_next", "convolutions": "lfm2_moe"}
-KINDS |= {"indexer keys": "deepseek_v32", "pooled keys": "glm5_next"}
+KINDS |= {"states alone": "rwkv7", "indexer keys": "deepseek_v32", "pooled keys": "glm5_next"}
 
 
 @pytest.mark.parametrize(
