@@ -10,8 +10,10 @@ import torch
 from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.pooled_groups import PooledGroup
+from paged.errors import InvalidInputError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
+from paged.kernels.core.dtypes import KV_KINDS
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
@@ -104,6 +106,21 @@ def _spec(layer: RecurrentConfig) -> RecurrentSpec:
         decays_channels=layer.decays_channels,
         rank=layer.rank,
     )
+
+
+def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype: torch.dtype) -> None:
+    """Raise InvalidInputError unless a model in `dtype` can have a cache of `kv_cache_dtype`."""
+    allowed = [dtype, *KV_KINDS]
+    note = ""
+    if any(layer.latent is not None for layer in config.attention):
+        allowed[1:] = [torch.float8_e4m3fn]
+        note = " for latents"
+    elif any(layer.indexer is not None for layer in config.attention):
+        allowed.remove(torch.int8)
+        note = " beside an indexer"
+    if kv_cache_dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}{note}")
 
 
 def sized_cache_config(

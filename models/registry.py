@@ -18,7 +18,7 @@ from paged.folder_path import as_folder
 from paged.kernels.core.device import use_triton
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.kernels.core.errors import shown
-from paged.models.cache_sizes import sized_cache_config
+from paged.models.cache_sizes import check_cache_dtype, sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.cohere import COHERE
 from paged.models.families.config_keys import refuse_unread, unknown_keys, unread_keys
@@ -217,17 +217,7 @@ def _check_options(
     known_positions = config.max_position_embeddings
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
-    allowed = [load_options.dtype or config.dtype, *KV_KINDS]
-    note = ""
-    if any(layer.latent is not None for layer in config.attention):
-        allowed[1:] = [torch.float8_e4m3fn]
-        note = " for latents"
-    elif any(layer.indexer is not None for layer in config.attention):
-        allowed.remove(torch.int8)
-        note = " beside an indexer"
-    if kv_cache_dtype not in allowed:
-        expected = " or ".join(map(str, allowed))
-        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}{note}")
+    check_cache_dtype(config, load_options.dtype or config.dtype, kv_cache_dtype)
     if load_options.draft is not None and ranks.size > 1:
         raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
     if load_options.draft is not None and isinstance(config, ModuleConfig):

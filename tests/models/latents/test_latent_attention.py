@@ -12,7 +12,9 @@ from paged.models.layers import expanded_latents, latent_attention
 from paged.models.layers.config import LatentConfig
 from paged.models.layers.expanded_latents import expands
 from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.load_options import KV_CACHE_DTYPES
 from paged.models.registry import load_model, model_config
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.families import FAMILIES, Case, assert_same_logits, forward, save_checkpoint, tokens
 
 DEEPSEEK = LatentConfig(rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_head_dim=128)
@@ -132,5 +134,6 @@ def test_a_cache_in_e4m3_has_the_checkpoints_scale(case: Case, tmp_path: Path) -
 def test_other_caches_of_8_bits_are_refused_before_weights_are_read(dtype: str, case: Case, tmp_path: Path) -> None:
     case.theirs.config.save_pretrained(tmp_path)
     expected = "expected torch.float32 or torch.float8_e4m3fn for latents"
-    with pytest.raises(InvalidInputError, match=rf"kv_cache_dtype: torch\.\w+, {expected}"):
+    with pytest.raises(InvalidInputError, match=rf"kv_cache_dtype: torch\.\w+, {expected}") as refusal:
         load_model(tmp_path, kv_cache_dtype=dtype)
+    assert summarize(tmp_path, kv_cache_dtype=KV_CACHE_DTYPES[dtype])["reason"] == str(refusal.value)
