@@ -25,8 +25,9 @@ from tests.models.lora.folders import Adapter
 SIZES = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "embedding": "sinusoidal"}
 SEEDS = 10_000 if "SOAK" in os.environ else 16
 MODEL_SEEDS = 400 if "SOAK" in os.environ else 6
-# Two tables and sinks; latents and an indexer; recurrent layers and experts; keys wider than values; pooled keys.
-MODELS = ("gpt_oss", "deepseek_v32", "qwen3_next", "mimo_v2_flash", "glm5_next")
+# Two tables and sinks; latents and an indexer; recurrent layers and experts; keys wider than values; pooled keys;
+# no K/V.
+MODELS = ("gpt_oss", "deepseek_v32", "qwen3_next", "mimo_v2_flash", "glm5_next", "rwkv7")
 # Logits of another batch differ by rounding. Where two tokens are nearer than this, either may come.
 TIE = 1e-4
 NUM_LOGPROBS = 200  # enough for tokens behind those that a mask excludes
