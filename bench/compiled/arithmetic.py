@@ -83,6 +83,10 @@ def _compute(code: BlockCode, i: Instruction) -> None:
 
 
 def _compute_integers(code: BlockCode, i: Instruction) -> None:
+    if i.type in ("s16x2", "u16x2") and i.op in _WRAPPING:
+        halves = [f"{code.array(operand, 'u4')}.view(u2)" for operand in _operands(i)]
+        code.write(i, i.name(0), "u4", f"({_INTEGERS[i.op].format(*halves)}).view(u4)")
+        return
     kind = TYPES[i.type]
     if i.op in _WRAPPING:
         kind = f"u{kind[1:]}"

@@ -69,6 +69,7 @@ def _divided(a: int, b: int) -> int:
     ("instruction", "formula"),
     [
         ("add.s32 %r3, %r1, %r2;", lambda a, b: a + b),
+        ("add.s16x2 %r3, %r1, %r2;", lambda a, b: (a + b & 0xFFFF) | ((a >> 16) + (b >> 16) & 0xFFFF) << 16),
         ("sub.s32 %r3, %r1, %r2;", lambda a, b: a - b),
         ("mul.lo.s32 %r3, %r1, %r2;", lambda a, b: a * b),
         ("mul.hi.u32 %r3, %r1, %r2;", lambda a, b: a * b >> 32),
