@@ -3,42 +3,22 @@
 The formulas are those of vLLM 0.33 (`vllm/models/kimi_k3`) and SGLang 0.5.23 (`srt/models/kimi_k3.py`).
 """
 
-import json
-from copy import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional
 
+from tests.models.formula_model import FormulaModel
 
-class KimiK3:
-    """A random model with the interface of transformers' classes that tests use.
 
-    config: transformers' KimiLinearConfig with the keys that K3 has beside it. tensors: weights by published names.
-    """
+class KimiK3(FormulaModel):
+    """config: transformers' KimiLinearConfig with the keys that K3 has beside it."""
+
+    architecture = "KimiK3LinearForCausalLM"
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-        self.tensors = {name: _drawn(name, shape) for name, shape in _shapes(config).items()}
-
-    def double(self) -> "KimiK3":
-        wide = copy(self)
-        wide.tensors = {name: tensor.double() for name, tensor in self.tensors.items()}
-        return wide
-
-    def save_pretrained(self, folder: Path) -> None:
-        Path(folder).mkdir(exist_ok=True)
-        save_file(self.tensors, Path(folder) / "model.safetensors")
-        values = json.loads(self.config.to_json_string())
-        (Path(folder) / "config.json").write_text(json.dumps(values | {"architectures": ["KimiK3LinearForCausalLM"]}))
-
-    def generate(self, ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
-        for _ in range(max_new_tokens):
-            ids = torch.cat([ids, self(ids).logits[:, -1:].argmax(-1)], 1)
-        return ids
+        super().__init__(config, {name: _drawn(name, shape) for name, shape in _shapes(config).items()})
 
     def __call__(self, ids: torch.Tensor) -> Any:
         config = self.config

@@ -3,17 +3,15 @@
 The formulas and names are those of flash-linear-attention 0.6 (`fla/models/rwkv7`, `fla/layers/rwkv7.py`).
 """
 
-import json
 import math
-from copy import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional
 from transformers import AutoConfig, PreTrainedConfig
+
+from tests.models.formula_model import FormulaModel
 
 
 class Rwkv7Config(PreTrainedConfig):  # type: ignore[misc]
@@ -47,31 +45,11 @@ class Rwkv7Config(PreTrainedConfig):  # type: ignore[misc]
 AutoConfig.register("rwkv7", Rwkv7Config, exist_ok=True)
 
 
-class Rwkv7:
-    """A random model with the interface of transformers' classes that tests use.
-
-    tensors: weights by published names.
-    """
+class Rwkv7(FormulaModel):
+    architecture = "RWKV7ForCausalLM"
 
     def __init__(self, config: Any) -> None:
-        self.config = config
-        self.tensors = {name: _drawn(name, shape) for name, shape in _shapes(config).items()}
-
-    def double(self) -> "Rwkv7":
-        wide = copy(self)
-        wide.tensors = {name: tensor.double() for name, tensor in self.tensors.items()}
-        return wide
-
-    def save_pretrained(self, folder: Path) -> None:
-        Path(folder).mkdir(exist_ok=True)
-        save_file(self.tensors, Path(folder) / "model.safetensors")
-        values = json.loads(self.config.to_json_string())
-        (Path(folder) / "config.json").write_text(json.dumps(values | {"architectures": ["RWKV7ForCausalLM"]}))
-
-    def generate(self, ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
-        for _ in range(max_new_tokens):
-            ids = torch.cat([ids, self(ids).logits[:, -1:].argmax(-1)], 1)
-        return ids
+        super().__init__(config, {name: _drawn(name, shape) for name, shape in _shapes(config).items()})
 
     def __call__(self, ids: torch.Tensor) -> Any:
         hidden = self.tensors["model.embeddings.weight"][ids[0]]  # [T, hidden_size]
