@@ -64,6 +64,8 @@ def _minimax_m3(hf: HfConfig) -> dict[str, Any]:
     )
     mlp_kinds = _kinds(hf.items("mlp_layer_types", str), hf, "moe_layer_freq", ("sparse", "dense"), hf)
     rope = rope_config(hf, is_partial=True)
+    for key in _INDEXER_KEYS:
+        hf.value(key)  # without effect if no layer has an indexer
     index = None
     if _SPARSE_ATTENTION in attention_kinds:
         index = _indexer(hf, section, attention_kinds)

@@ -173,9 +173,9 @@ class Families(UserDict[str, str]):
         values = options(_SIZES) | options(words)
         if isinstance(getattr(config_class, "head_dim", None), property):  # follows from other sizes
             del values["head_dim"]
-        if not hasattr(config_class, "num_attention_heads"):  # there is no attention
+        if not hasattr(config_class, "num_attention_heads") and "num_attention_heads" not in config_class.attribute_map:
             for key in ("num_attention_heads", "num_key_value_heads", "max_position_embeddings"):
-                del values[key]
+                del values[key]  # there is no attention
         return config_class(**values)
 
 

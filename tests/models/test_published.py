@@ -122,6 +122,8 @@ def _wrapper_type(architecture: str) -> str:
     """transformers' model_type of a model that reads pictures."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if architecture == "MiniMaxM3SparseForConditionalGeneration":  # published; transformers' class has another name
+        return "minimax_m3_vl"
     name = architecture.removesuffix("ForConditionalGeneration").lower().replace("_", "")
     return next(key for key in CONFIG_MAPPING if key.replace("_", "") == name)
 

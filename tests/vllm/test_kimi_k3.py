@@ -24,6 +24,9 @@ from tests.kernels.recurrent.problem import Problem, Seq, run
 from tests.models.families import FAMILIES, save_checkpoint
 from tests.tolerance import assert_close
 
+pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture
 def theirs(monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -41,7 +41,7 @@ ACCEPTED = Families(
     gpt_neox="GPTNeoX attention_bias=True",
     gptj="GPTJ n_embd=64 n_head=4 n_layer=2 n_positions=128 rotary_dim=8",
     mpt="Mpt d_model=64 n_heads=4 n_layers=2 max_seq_len=128",
-    mpt_of_3_heads="Mpt d_model=48 n_heads=3 n_layers=2 max_seq_len=128 attn_config={'clip_qkv':0.5}",
+    mpt_of_3_heads="Mpt hidden_size=48 num_attention_heads=3 n_layers=2 max_seq_len=128 attn_config={'clip_qkv':0.5}",
     openai_gpt="OpenAIGPT n_embd=64 n_head=4 n_layer=2 n_positions=128",
     opt="OPT ffn_dim=96 word_embed_proj_dim=64",
     phimoe="Phimoe local_experts window head_dim=16",

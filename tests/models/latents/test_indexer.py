@@ -151,7 +151,7 @@ def test_keys_whose_scales_would_not_be_aligned_are_refused(dtype: str, tmp_path
     options = {"block_size": 8, "num_blocks": 16}
     narrow = {"kv_cache_dtype": dtype, "dtype": torch.bfloat16}
     assert_refused(tmp_path, message, UnsupportedError, **options, **narrow)
-    assert summarize(tmp_path, kv_cache_dtype=getattr(torch, dtype))["reason"] == message
+    assert summarize(tmp_path, dtype=torch.bfloat16, kv_cache_dtype=getattr(torch, dtype))["reason"] == message
     assert summarize(tmp_path)["supported"]
     assert_same_logits(load_model(tmp_path, **options).prefill("a", PROMPT), logits_of(theirs, PROMPT)[-1])
 
