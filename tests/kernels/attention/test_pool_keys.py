@@ -1,5 +1,6 @@
 """Keys of pools: the rule's, in every implementation."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     text, replacement = MUTATIONS[fault]
-    with planted((module,), (module,), tmp_path, text, replacement):
-        is_found = turns_red(exceeds_no_bound_twice, CARD, drawn(device, pool=3))
+    with planted((module,), (), tmp_path, text, replacement):
+        faulty = dataclasses.replace(CARD, function=module.pool_keys)
+        is_found = turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=3))
     assert is_found == (fault != "no fault")
