@@ -98,10 +98,16 @@ def latent_attention(card: Defined, arguments: Arguments, want: Tensors) -> Tens
     for seq, seq_len in enumerate(arguments["seq_lens"].tolist()):
         table = arguments["block_table"][seq].long()
         for row in range(offsets[seq], offsets[seq + 1]):
-            end = seq_len
+            position = seq_len - offsets[seq + 1] + row
+            left, right = arguments.get("window_size", (-1, -1))
+            first, end = 0, seq_len
+            if left >= 0:
+                first = max(position - left, 0)
+            if right >= 0:
+                end = min(end, position + right + 1)
             if arguments.get("causal", True):
-                end = seq_len - offsets[seq + 1] + row + 1
-            keys = torch.arange(max(end, 0))
+                end = min(end, position + 1)
+            keys = torch.arange(first, max(end, first))
             if arguments.get("indices") is not None:
                 chosen = arguments["indices"][row].long()
                 keys = chosen[(chosen >= 0) & (chosen < end)]

@@ -29,6 +29,7 @@ class Problem:
     form: str = ""
     chosen: int = 0
     causal: bool = True
+    window_size: tuple[int, int] = (-1, -1)  # blocks that no query sees are block 0, which holds NaN
     sinks: bool = False
     padding_rows: int = 0
     deterministic: bool = False
@@ -44,6 +45,8 @@ PROBLEMS = (
     Problem("one head", ((30, 70), (1, 1)), heads=1, sizes=(256, 64)),
     Problem("sizes of DeepSeek", ((1, 40), (3, 20)), sizes=(512, 64), block_size=64),
     Problem("sinks, not causal", ((3, 30), (1, 600)), heads=3, sinks=True, causal=False, deterministic=True),
+    Problem("window", ((1, 300), (5, 90), (30, 30), (40, 70), (1, 3)), heads=3, window_size=(20, -1), padding_rows=1),
+    Problem("window on both sides", ((4, 90), (50, 50)), window_size=(3, 9), causal=False, sinks=True, block_size=24),
     Problem("e4m3", ((1, 300), (5, 20)), form="e4m3"),
     Problem("packed", ((1, 40), (5, 20)), sizes=(512, 64), form="packed"),
     Problem("chosen keys", ((5, 90), (1, 20), (4, 3)), heads=5, chosen=33, padding_rows=1),
@@ -68,6 +71,10 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
             blocks = tensors.block_table[seq, position // problem.block_size].long()
             rows = torch.eye(size)[position % latent].to(dtype)
             cache[blocks, position % problem.block_size] = rows
+    if problem.window_size[0] >= 0:
+        for seq, (q_len, seq_len) in enumerate(problem.lengths):
+            first = max(seq_len - q_len - problem.window_size[0], 0)
+            tensors.block_table[seq, : first // problem.block_size] = 0
     arguments: dict[str, Any] = {
         "q": tensors.q, "kv_cache": _stored(cache, problem.form), "block_table": tensors.block_table,
         "cu_seqlens_q": tensors.cu_seqlens_q, "seq_lens": tensors.seq_lens,
@@ -84,7 +91,8 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
                 places = torch.randperm(problem.chosen)[:count]
                 indices[row, places] = torch.randperm(seq_len)[:count].int()
     on_device: dict[str, Any] = {name: tensor.to(device) for name, tensor in arguments.items()}
-    return {**on_device, "v_head_dim": latent, "softmax_scale": size**-0.5, "causal": problem.causal}
+    options = {"causal": problem.causal, "window_size": problem.window_size}
+    return {**on_device, "v_head_dim": latent, "softmax_scale": size**-0.5, **options}
 
 
 def _stored(cache: torch.Tensor, form: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from ..cache.latent_cache import latent_kind
 from ..core.device import LARGE_SHARED_MEMORY, device_of
 from ..core.dtypes import KV_KINDS, kv_kind
+from ..core.errors import InvalidInputError, as_int, shown
 from . import tiles
 from .keys import NO_LIMIT
 from .plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
@@ -163,7 +164,11 @@ class AttentionCall(NamedTuple):
 
 
 class MlaCall(NamedTuple):
-    """Arguments of `paged_mla_attention`, checked, with defaults filled in; out: None for a new output."""
+    """Arguments of `paged_mla_attention`, checked, with defaults filled in.
+
+    window: as in `AttentionCall`. causal: whether chosen keys may only be those up to the query's position.
+    out: None for a new output.
+    """
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -177,6 +182,7 @@ class MlaCall(NamedTuple):
     v_head_dim: int
     softmax_scale: float
     causal: bool
+    window: tuple[int, int]
     deterministic: bool
     return_lse: bool
     out: torch.Tensor | None
@@ -190,9 +196,9 @@ class MlaCall(NamedTuple):
     def shape(self) -> MlaShape:
         """The shape that schedules depend on."""
         num_tokens, num_heads, head_dim = self.q.shape
-        window_right = NO_LIMIT
-        if self.causal and self.indices is None:
-            window_right = 0
+        window = self.window
+        if self.indices is not None:  # the plan counts chosen keys
+            window = NO_LIMIT, NO_LIMIT
         return MlaShape(
             num_tokens=num_tokens,
             num_kv_heads=1,
@@ -200,11 +206,27 @@ class MlaCall(NamedTuple):
             head_dim=head_dim,
             v_head_dim=self.v_head_dim,
             element_size=self.q.element_size(),
-            window=(NO_LIMIT, window_right),
+            window=window,
             kind=latent_kind(self.kv_cache),
             chosen=self.indices is not None,
             deterministic=self.deterministic,
         )
+
+
+def checked_window(window_size: tuple[int, int]) -> tuple[int, int]:
+    """Return a window as in `AttentionCall`; raise InvalidInputError unless it is two numbers from -1."""
+    try:
+        left, right = window_size
+    except Exception:  # the argument may be any object
+        raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
+    return _window_side("window_size[0]", left), _window_side("window_size[1]", right)
+
+
+def _window_side(name: str, size: int) -> int:
+    size = as_int(name, size, -1)
+    if size == -1:
+        return NO_LIMIT
+    return min(size, NO_LIMIT)
 
 
 def _box_keys(cache: torch.Tensor, arch: str) -> int:

@@ -30,6 +30,7 @@ def paged_mla_attention(
     seq_lens: torch.Tensor,
     softmax_scale: float,
     causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
@@ -49,12 +50,10 @@ def paged_mla_attention(
     numbers_per_key, num_keys = (num_heads, None) if indices is None else (num_heads + head_dim, indices.shape[1])
     for queries in _queries(cu_seqlens_q, seq_lens, numbers_per_key, num_keys):
         rows = queries.rows
-        ends = torch.full_like(queries.positions, queries.seq_len)  # [n], one past the last key that a query sees
-        if causal:
-            ends = ends.minimum(queries.positions + 1)
+        starts, ends = _visible_range(queries, causal, window_size)  # [n]
         if indices is None:
-            keys = torch.arange(max(0, int(ends[-1])), device=q.device)  # [L]
-            visible = keys < ends[:, None]  # [n, L]
+            keys = torch.arange(max(0, int(starts[0])), max(0, int(ends[-1])), device=q.device)  # [L]
+            visible = (keys >= starts[:, None]) & (keys < ends[:, None])  # [n, L]
         else:
             keys = indices[rows].long()  # [n, L]
             visible = (keys >= 0) & (keys < ends[:, None])
@@ -226,6 +225,19 @@ def _queries(
             last = min(first + at_once, stop)
             positions = torch.arange(first, last, device=seq_lens.device) + seq_len - stop
             yield _Queries(seq, seq_len, slice(first, last), positions)
+
+
+def _visible_range(queries: _Queries, causal: bool, window_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and one past the last key that each query sees, int64 [n]."""
+    positions, (left, right) = queries.positions, window_size
+    starts, ends = torch.zeros_like(positions), torch.full_like(positions, queries.seq_len)
+    if left >= 0:
+        starts = (positions - left).clamp(min=0)
+    if right >= 0:
+        ends = ends.minimum(positions + right + 1)
+    if causal:
+        ends = ends.minimum(positions + 1)
+    return starts, ends
 
 
 def _rows(cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

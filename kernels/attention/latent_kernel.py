@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..core.compat import dot, tl, triton
 from ..core.dtypes import decode_e4m3
 from ..core.launch import wait_for_inputs
-from .keys import Slots, key_slots, load_block_ids, row_offsets
+from .keys import Slots, Window, key_slots, load_block_ids, row_offsets, visible_range
 from .merge_splits import LOG2E, Output, _clear_padding, _locate_rows, _store_rows, finite, normalise
 from .plan_kernel import ITEM_SIZE
 
@@ -101,6 +101,7 @@ def _attend(
     q_rope,  # [BLOCK_M, ROPE_PADDED]
     latents,  # Latents
     scale,  # softmax_scale * LOG2E
+    first_key,  # [BLOCK_M], first key of each row; None without a window
     end_key,  # [BLOCK_M], one past the last key of each row
     begin,  # first block of BLOCK_N keys
     end,
@@ -119,6 +120,8 @@ def _attend(
         keys = index * BLOCK_N + tl.arange(0, BLOCK_N)
         if latents.indices_ptr is None:
             key_mask = keys < num_keys
+            if first_key is not None:  # blocks before the window may be free
+                key_mask = key_mask & (keys >= tl.min(first_key, 0))
             block = next_block
             slots = key_slots(index, KV_BLOCK_SIZE, BLOCK_N)
             next_block = load_block_ids(latents.table_ptr, index + 1, end, num_keys, KV_BLOCK_SIZE, BLOCK_N, MASKED)
@@ -136,6 +139,8 @@ def _attend(
             scores = dot(q_rope, tl.trans(rope), scores)
         if MASKED:
             visible = key_mask[None, :] & (keys[None, :] < end_key[:, None])
+            if first_key is not None:
+                visible = visible & (keys[None, :] >= first_key[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         subtrahend = finite(new_max) if MASKED else new_max
@@ -148,7 +153,9 @@ def _attend(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_indices", "stride_table_seq", "stride_lse_head"],
+    do_not_specialize=[
+        *("num_tokens", "num_indices", "window_left", "window_right", "stride_table_seq", "stride_lse_head"),
+    ],
     do_not_specialize_on_alignment=["block_table_ptr"],
 )
 def _mla_attention_kernel(
@@ -173,6 +180,8 @@ def _mla_attention_kernel(
     num_tokens,
     num_indices,
     scale,
+    window_left,
+    window_right,
     stride_q_token,
     stride_q_head,
     stride_latent_block,
@@ -194,8 +203,8 @@ def _mla_attention_kernel(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    ONE_LOOP: tl.constexpr,  # mask all blocks: for chosen keys, and for tiles whose two loops would spill
+    HAS_WINDOW: tl.constexpr,  # whether window_left limits the keys
+    ONE_LOOP: tl.constexpr,  # mask all blocks: for windows, chosen keys, and tiles whose two loops would spill
     KIND: tl.constexpr,  # name of a `KvKind`, or "packed"
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
@@ -229,15 +238,13 @@ def _mla_attention_kernel(
     query, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, 0, GROUP, BLOCK_M)
     if indices_ptr is None:
         seq_len = tl.load(seq_lens_ptr + seq)
-        first_end = seq_len - q_len + tile * BLOCK_M // GROUP + 1  # one past the last key of the tile's first row
-        end_key = seq_len - q_len + query + 1
-        if not CAUSAL:
-            first_end = seq_len
-            end_key = query * 0 + seq_len
-        end_key = tl.minimum(end_key, seq_len)
+        window = Window(left=window_left, right=window_right, chunk_size=None)
+        first_key, end_key = visible_range(seq_len - q_len + query, seq_len, window)
+        _, first_end = visible_range(seq_len - q_len + tile * BLOCK_M // GROUP, seq_len, window)
         full_end = begin if ONE_LOOP else tl.maximum(tl.minimum(tl.maximum(first_end, 0) // BLOCK_N, end), begin)
     else:
         indices_ptr += seq * stride_indices_token
+        first_key = query * 0
         end_key = query * 0 + tl.load(token_keys_ptr + num_tokens + seq)
         seq = tl.load(token_keys_ptr + seq).to(tl.int64)
         full_end = begin
@@ -270,12 +277,12 @@ def _mla_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if not ONE_LOOP:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_latent, q_rope, latents, scale * LOG2E, end_key, begin, full_end,
+            acc, row_max, row_sum, q_latent, q_rope, latents, scale * LOG2E, None, end_key, begin, full_end,
             ROPE_DIM > 0, KV_BLOCK_SIZE, BLOCK_N, KIND, NATIVE_FP8, False,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q_latent, q_rope, latents, scale * LOG2E, end_key, full_end, end,
-        ROPE_DIM > 0, KV_BLOCK_SIZE, BLOCK_N, KIND, NATIVE_FP8, True,
+        acc, row_max, row_sum, q_latent, q_rope, latents, scale * LOG2E, first_key if HAS_WINDOW else None, end_key,
+        full_end, end, ROPE_DIM > 0, KV_BLOCK_SIZE, BLOCK_N, KIND, NATIVE_FP8, True,
     )  # fmt: skip
 
     # Read the tile's number again, so that no row index stays in registers during the loops: the sums need all of them.

@@ -83,7 +83,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
 
 def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
     """Return a function that computes calls of `paged_mla_attention` like this one in the plan's step."""
-    ids = _checked_ids(call, call.kv_cache, window_left=NO_LIMIT, keys_at_once=1)
+    ids = _checked_ids(call, call.kv_cache, window_left=call.window[0], keys_at_once=1)
     bound_plan, return_lse, v_head_dim = reference_to(plan), call.return_lse, call.v_head_dim
     launches = _latent_launches(call, plan or _own_plan(call, call.kv_cache))
 
@@ -240,6 +240,7 @@ def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
     shape = call.shape
     latent, rope, scales = latent_parts(call.kv_cache, call.v_head_dim)
     rope_dim = shape.head_dim - shape.v_head_dim
+    has_window = call.window[0] < NO_LIMIT
     arguments = {
         **_lengths(plan),
         "token_keys_ptr": token_keys,
@@ -249,11 +250,13 @@ def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
         "ROPE_DIM": rope_dim,
         "ROPE_DIM_PADDED": padded_head_dim(rope_dim),
         "KV_BLOCK_SIZE": call.kv_cache.shape[1],
-        "CAUSAL": call.causal,
+        "window_left": call.window[0],
+        "window_right": call.window[1],
+        "HAS_WINDOW": has_window,
     }
 
     def by_tile(tile: AttentionTile) -> tuple[dict[str, Any], Mapping[str, Box]]:
-        return {"ONE_LOOP": shape.chosen or tile.block_m > ONE_LOOP_ROWS}, {}
+        return {"ONE_LOOP": shape.chosen or has_window or tile.block_m > ONE_LOOP_ROWS}, {}
 
     return _launches(_mla_attention_kernel, call, shape, plan, arguments, by_tile)
 

@@ -18,10 +18,10 @@ from ..core.checks import (
 )
 from ..core.device import use_triton
 from ..core.dtypes import KV_KINDS
-from ..core.errors import InvalidInputError, as_bool, as_float, as_int, shown
+from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Arguments, Run, operation
 from . import launches, without_triton
-from .call import AttentionCall
+from .call import AttentionCall, checked_window
 from .keys import NO_LIMIT
 from .plan import AttentionPlan, check_plan
 
@@ -159,7 +159,7 @@ def paged_attention(
     is_causal: torch.Tensor | None = None  # for each sequence; None if it is one value for all
     if isinstance(causal, torch.Tensor) and causal.dim():
         is_causal = causal
-    window_left, window_right = _window(window_size)
+    window_left, window_right = checked_window(window_size)
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
     if 0.0 < softcap < 1e-6:
         raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
@@ -281,21 +281,6 @@ def check_chosen_blocks(
     if chosen_blocks.shape[2] == 0:
         raise InvalidInputError("chosen_blocks: 0 columns, expected at least 1; -1 chooses no block")
     return size
-
-
-def _window(window_size: tuple[int, int]) -> list[int]:
-    """A window as in `AttentionCall`, of two numbers from -1."""
-    try:
-        window_left, window_right = window_size
-    except Exception:  # the argument may be any object
-        raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
-    window: list[int] = []
-    for side, size in enumerate((window_left, window_right)):
-        size = as_int(f"window_size[{side}]", size, -1)
-        if size == -1:
-            size = NO_LIMIT
-        window.append(min(size, NO_LIMIT))
-    return window
 
 
 def _check_options(

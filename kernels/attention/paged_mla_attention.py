@@ -12,7 +12,8 @@ from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Arguments, Run, operation
 from . import launches, without_triton
-from .call import MlaCall
+from .call import MlaCall, checked_window
+from .keys import NO_LIMIT
 from .plan import AttentionPlan, check_plan
 
 
@@ -47,6 +48,7 @@ def paged_mla_attention(
     max_seqlen_q: int,
     softmax_scale: float,
     causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
@@ -77,6 +79,8 @@ def paged_mla_attention(
             with more queries, and all after it, give 0 and -inf.
         softmax_scale: 0 to 1e30; the head size before absorption decides it, so there is no default.
         causal: whether position i sees only positions <= i.
+        window_size: (left, right), positions seen on each side besides the own one; -1 for no limit. Blocks before the
+            windows of all queries are not read. Not together with indices.
         sinks: [num_heads], any float dtype: the score of one more key with value 0, not scaled.
         k_scale: float32, one value that a float8_e4m3fn cache is multiplied by.
         indices: int32 [num_tokens, k], positions in the sequence; -1 for none. A query sees these positions alone
@@ -104,6 +108,11 @@ def paged_mla_attention(
     softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
     causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)
     deterministic = as_bool("deterministic", deterministic)
+    window_left, window_right = checked_window(window_size)
+    if indices is not None and (window_left, window_right) != (NO_LIMIT, NO_LIMIT):
+        raise InvalidInputError(f"window_size: {window_size} with indices, expected (-1, -1)")
+    if causal:
+        window_right = 0
     _check_tensors(q, kv_cache, v_head_dim, block_table, cu_seqlens_q, seq_lens, sinks, k_scale, indices)
     bind = launches.bind_latent if use_triton(q) else without_triton.bind_latent
 
@@ -136,6 +145,7 @@ def paged_mla_attention(
             v_head_dim=v_head_dim,
             softmax_scale=softmax_scale,
             causal=causal,
+            window=(window_left, window_right),
             deterministic=deterministic,
             return_lse=return_lse,
             out=out,

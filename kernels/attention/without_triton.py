@@ -103,8 +103,10 @@ def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
         "v_head_dim": call.v_head_dim,
         "softmax_scale": call.softmax_scale,
         "causal": call.causal,
+        "window_size": call.window,
         "compute": torch.float32,
     }
+    window_left = call.window[0]
 
     def run(
         q: torch.Tensor,
@@ -122,7 +124,7 @@ def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
     ) -> Any:
         _note_read("paged_mla_attention")
         lengths: dict[str, Any] = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
-        _check(q, kv_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q)
+        _check(q, kv_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_left)
         results = latent_definition.paged_mla_attention(
             q, kv_cache, **lengths, **options, sinks=sinks, k_scale=k_scale, indices=indices
         )

@@ -38,6 +38,8 @@ def attention_cases() -> list[CompileCase]:
             _case(target, 16, v_head_dim=256),
             _case(target, 128, v_head_dim=256),
             _case(target, 128, rope=0),
+            _case(target, 16, window=True),
+            _case(target, 128, window=True),
             _case(target, 16, dtype="fp32"),
         ]
     return cases
@@ -138,6 +140,7 @@ def _case(
     dtype: str = "bf16",
     kind: str = "",
     sparse: bool = False,
+    window: bool = False,
 ) -> CompileCase:
     size = v_head_dim + rope
     options = {**_step(), "v_head_dim": v_head_dim, "softmax_scale": 0.1, "max_seqlen_q": 1, "return_lse": True}
@@ -145,6 +148,8 @@ def _case(
         options["k_scale"] = empty("fp32", 1)
     if sparse:
         options["indices"] = empty("i32", 1, 2048)
+    if window:
+        options["window_size"] = (127, -1)
     q, cache = empty(dtype, 1, heads, size), _cache(kind, size, dtype)
     launch, programs_per_sm = planned_launch(_mla_attention_kernel, target, paged_mla_attention, q, cache, **options)
     block_m, block_n = launch.arguments["BLOCK_M"], launch.arguments["BLOCK_N"]
@@ -158,6 +163,8 @@ def _case(
         words.append(kind)
     if sparse:
         words.append("chosen")
+    if window:
+        words.append("window")
     return launch_case(
         " ".join([*words, "for", target]),
         launch,

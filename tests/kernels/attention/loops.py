@@ -122,6 +122,7 @@ def paged_mla_attention(
     seq_lens: torch.Tensor,
     softmax_scale: float,
     causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
@@ -140,10 +141,15 @@ def paged_mla_attention(
     for seq, seq_len in enumerate(lengths):
         for row in range(offsets[seq], offsets[seq + 1]):
             position = seq_len - offsets[seq + 1] + row
-            end = seq_len
+            left, right = window_size
+            first, end = 0, seq_len
+            if left >= 0:
+                first = max(position - left, 0)
+            if right >= 0:
+                end = min(end, position + right + 1)
             if causal:
-                end = min(position + 1, seq_len)
-            keys = list(range(end))
+                end = min(end, position + 1)
+            keys = list(range(first, end))
             if indices is not None:
                 keys = [key for key in indices[row].tolist() if 0 <= key < end]
             slots = [(table[seq][key // block_size], key % block_size) for key in keys]

@@ -73,6 +73,10 @@ def latent_call(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     form = draw.choice(("", "", "e4m3", "packed"))
+    chosen = draw.choice((0, 0, 2, 9))
+    window_size = (-1, -1)
+    if not chosen:
+        window_size = draw.choice(((-1, -1), (3, -1), (0, 2), (-1, 1)))
     problem = latent_problem.Problem(
         "",
         _lengths(draw),
@@ -81,8 +85,9 @@ def latent_call(seed: int) -> dict[str, Any]:
         block_size=draw.choice((1, 3, 16)),
         dtype=draw.choice((torch.float32, torch.float16, torch.bfloat16)),
         form=form,
-        chosen=draw.choice((0, 0, 2, 9)),
+        chosen=chosen,
         causal=draw.random() < 0.7,
+        window_size=window_size,
         sinks=draw.random() < 0.3,
         padding_rows=draw.randrange(2),
     )

@@ -26,7 +26,13 @@ ALL = (
 # What planted faults or the models' tests show too.
 LATER = {
     *("mixed batch", "mixed batch torch.float16", "split", "split chosen keys", "16 heads", "128 heads", "one head"),
-    *("5 heads, no rotation, blocks of 1", "sinks, not causal", "packed, chosen", "packed in float16"),
+    *(
+        "5 heads, no rotation, blocks of 1",
+        "window on both sides",
+        "sinks, not causal",
+        "packed, chosen",
+        "packed in float16",
+    ),
     *("64 verify rows", "e4m3 in float16, chosen"),
 }
 
@@ -153,5 +159,6 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         ("block_table", given["block_table"].long(), "block_table: dtype"),
         ("out", torch.empty(1, device=device), "out: shape"),
         ("plan", 1, "plan: 1, expected an AttentionPlan"),
+        ("window_size", (3, -1), r"window_size: \(3, -1\) with indices"),
         ("softmax_scale", nan, "softmax_scale"),
     )
