@@ -22,6 +22,7 @@ from paged.bench.problems.formats import FORMATS
 from paged.kernels.layers.activation import ACTIVATIONS
 from paged.kernels.moe import definition
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
+from paged.kernels.moe.routing import SCORINGS
 
 # Experts of Qwen3-30B-A3B (Qwen, 2025).
 _EXPERTS = {"num_experts": (128, 16, 16), "top_k": (8, 4, 4)}
@@ -37,7 +38,7 @@ def _all_options(draw: Draw) -> Iterator[Arguments]:
     """Draw groups of experts, a bias as large as the scores, shared experts, and a row with a NaN."""
     logits = draw.normal(9, 256)
     logits[4, 1] = math.nan
-    for scoring in ("softmax", "sigmoid"):
+    for scoring in SCORINGS:
         yield {
             "router_logits": logits,
             "top_k": 8,

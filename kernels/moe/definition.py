@@ -44,8 +44,10 @@ def route_tokens(
     num_tokens, num_experts = logits.shape
     if scoring == "softmax":
         scores = logits.softmax(-1)
-    else:
+    elif scoring == "sigmoid":
         scores = logits.sigmoid()
+    else:
+        scores = sqrt_softplus(logits)
     # Without a bias, order by logits: scores of unequal logits may round to the same number.
     choice = logits
     if correction_bias is not None:
@@ -68,6 +70,11 @@ def route_tokens(
         ids = torch.cat([ids, shared.expand(num_tokens, -1)], 1)
         weights = functional.pad(weights, (0, num_shared_experts), value=1.0)
     return weights.masked_fill(is_unroutable, torch.nan), ids.int().masked_fill(is_unroutable, -1)
+
+
+def sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
+    """Return sqrt(log(1 + exp(x))) of each logit (DeepSeek-V4, 2026)."""
+    return functional.softplus(logits, threshold=40).sqrt()
 
 
 def group_scores(choice: torch.Tensor, num_groups: int, *, has_bias: bool) -> torch.Tensor:

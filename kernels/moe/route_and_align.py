@@ -60,7 +60,7 @@ def _route_and_align_kernel(
     TOP_K: tl.constexpr,
     NUM_SHARED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -87,7 +87,7 @@ def _route_and_align_kernel(
         tl.store(expert_ids_ptr + offsets, -1, mask=offsets < max_num_blocks)
     experts, is_chosen, is_routed = choose_experts(
         logits_ptr, bias_ptr, weights_ptr, ids_ptr, tokens, num_tokens, scaling_factor, stride_logits_token,
-        stride_logits_expert, NUM_GROUPS, TOPK_GROUPS, GROUP_SIZE, TOP_K, NUM_SHARED, RENORMALIZE, SIGMOID, BLOCK_G,
+        stride_logits_expert, NUM_GROUPS, TOPK_GROUPS, GROUP_SIZE, TOP_K, NUM_SHARED, RENORMALIZE, SCORING, BLOCK_G,
         BLOCK_S, BLOCK_K,
     )  # fmt: skip
     _number(ranks_ptr, counts_ptr, tokens, num_tokens, experts, is_chosen, NUM_COLUMNS)

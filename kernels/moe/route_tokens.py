@@ -31,7 +31,7 @@ def _route_tokens_kernel(
     TOP_K: tl.constexpr,
     NUM_SHARED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -42,7 +42,7 @@ def _route_tokens_kernel(
     tokens = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     choose_experts(
         logits_ptr, bias_ptr, weights_ptr, ids_ptr, tokens, num_tokens, scaling_factor, stride_logits_token,
-        stride_logits_expert, NUM_GROUPS, TOPK_GROUPS, GROUP_SIZE, TOP_K, NUM_SHARED, RENORMALIZE, SIGMOID, BLOCK_G,
+        stride_logits_expert, NUM_GROUPS, TOPK_GROUPS, GROUP_SIZE, TOP_K, NUM_SHARED, RENORMALIZE, SCORING, BLOCK_G,
         BLOCK_S, BLOCK_K,
     )  # fmt: skip
 
@@ -70,7 +70,8 @@ def route_tokens(
         router_logits: [num_tokens, num_experts], float32, float16 or bfloat16, any strides.
         top_k: experts of a token, 1 to the number of experts in topk_groups groups.
         renormalize: whether to divide a token's weights by their sum.
-        scoring: "softmax" over the experts (Shazeer et al., 2017), or "sigmoid" of each logit (DeepSeek-V3, 2024).
+        scoring: "softmax" over the experts (Shazeer et al., 2017); or of each logit x "sigmoid" (DeepSeek-V3, 2024), or
+            "sqrt_softplus", sqrt(log(1 + exp(x))) (DeepSeek-V4, 2026).
         correction_bias: float32 [num_experts], contiguous, added to the scores to choose experts and groups. Weights
             are scores without it (DeepSeek-V3, auxiliary-loss-free balancing). None for none.
         num_expert_groups: groups of neighbouring experts; divides num_experts. A group's score is the score of its best

@@ -254,17 +254,20 @@ def _packed(target: str) -> list[CompileCase]:
 
 
 def routing_cases() -> list[CompileCase]:
-    """Return routing with the sizes of Qwen3-30B-A3B, with every option of DeepSeek-V3, and of 512 experts."""
+    """Return routing with the sizes of Qwen3-30B-A3B and DeepSeek-V4, every option of DeepSeek-V3, and 512 experts."""
     # DeepSeek-V3 takes 8 of 256 experts, out of 4 of 8 groups, and one shared expert.
     deepseek = Routing(8, True, "sigmoid", torch.zeros(256), 8, 4, 2.5, 1)
+    deepseek_v4 = Routing(6, True, "sqrt_softplus", torch.zeros(256), routed_scaling_factor=1.5)
     num_experts, top_k, _, _ = QWEN3_30B_A3B
     cases = []
-    for count, routing in ((num_experts, Routing(top_k)), (256, deepseek), (512, Routing(16))):
-        logits = empty("bf16", 1, count)
+    for count, routing in ((num_experts, Routing(top_k)), (256, deepseek), (256, deepseek_v4), (512, Routing(16))):
+        logits, name = empty("bf16", 1, count), f"experts={count}"
+        if routing.scoring == "sqrt_softplus":
+            name += " sqrt_softplus"
         (launch,) = launches_of("sm_90", route_tokens, logits, **vars(routing))
-        cases.append(launch_case(f"route_tokens experts={count}", launch, aligned=()))
+        cases.append(launch_case(f"route_tokens {name}", launch, aligned=()))
         (launch,) = launches_of("sm_90", route_and_align, logits, routing, 16)
-        cases.append(launch_case(f"route_and_align experts={count}", launch, aligned=()))
+        cases.append(launch_case(f"route_and_align {name}", launch, aligned=()))
     return cases
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...moe.routing import Routing
+from ...moe.routing import SCORINGS, Routing
 from ..kernel import (
     Kernel,
     as_float,
@@ -21,13 +21,14 @@ from ..kernel import (
     unpack,
 )
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LOG2_E
+from ..vectors import LOG2_E, softplus
 
 _LOG2_E = np.float32(LOG2_E)
+_SOFTMAX, _SIGMOID, _SQRT_SOFTPLUS = range(len(SCORINGS))
 
 
 @device_function
-def _score(logits, start, step, bias, has_bias, is_sigmoid, num_experts, scores, choice):
+def _score(logits, start, step, bias, has_bias, scoring, num_experts, scores, choice):
     """Compute the scores of a row's experts, and the values to choose by. Return False if one is NaN."""
     largest = np.float32(-np.inf)
     for expert in range(num_experts):
@@ -35,14 +36,16 @@ def _score(logits, start, step, bias, has_bias, is_sigmoid, num_experts, scores,
         largest = max(largest, choice[expert])
     total = np.float32(0)
     for expert in range(num_experts):
-        if is_sigmoid:
+        if scoring == _SIGMOID:
             scores[expert] = np.float32(1) / (np.float32(1) + exp2(-_LOG2_E * choice[expert]))
+        elif scoring == _SQRT_SOFTPLUS:
+            scores[expert] = np.sqrt(softplus(choice[expert]))
         else:
             scores[expert] = exp2((choice[expert] - largest) * _LOG2_E)
             total += scores[expert]
     is_number = True
     for expert in range(num_experts):
-        if not is_sigmoid:
+        if scoring == _SOFTMAX:
             scores[expert] /= total
         if has_bias:
             choice[expert] = scores[expert] + bias[expert]
@@ -82,14 +85,14 @@ def _leave_best_groups(choice, groups, num_experts, num_groups, num_kept, counts
 
 @device_function
 def _route(logits, bias, weights, ids, scratch, flags, sizes, factor):
-    has_bias, is_sigmoid, renormalizes = flags
+    has_bias, scoring, renormalizes = flags
     num_tokens, num_experts, top_k, num_shared, num_groups, num_kept, stride_token, stride_expert = sizes
     scores, choice = floats(scratch), floats(scratch + num_experts * 4)
     groups = floats(scratch + 2 * num_experts * 4)
     first, end = share(num_tokens)
     for token in range(first, end):
         to, start = token * (top_k + num_shared), token * stride_token
-        if not _score(logits, start, stride_expert, bias, has_bias, is_sigmoid, num_experts, scores, choice):
+        if not _score(logits, start, stride_expert, bias, has_bias, scoring, num_experts, scores, choice):
             for i in range(top_k + num_shared):
                 weights[to + i], ids[to + i] = np.float32(np.nan), np.int32(-1)
             continue
@@ -110,9 +113,9 @@ def _route(logits, bias, weights, ids, scratch, flags, sizes, factor):
 @Kernel
 def _route_tokens(arguments):
     values = unpack(arguments, 18)
-    is_bf16, logits, bias, weights, ids, scratch, is_sigmoid, renormalizes, factor_bits = values[1:10]
+    is_bf16, logits, bias, weights, ids, scratch, scoring, renormalizes, factor_bits = values[1:10]
     scratch_of_thread = scratch + thread_index() * 3 * values[11] * 4
-    flags, factor = (bias != 0, is_sigmoid != 0, renormalizes != 0), as_float(factor_bits)
+    flags, factor = (bias != 0, scoring, renormalizes != 0), as_float(factor_bits)
     rest = floats(bias), floats(weights), int32s(ids), scratch_of_thread, flags, values[10:], factor
     if is_bf16:
         _route(bfloats(logits), *rest)
@@ -126,7 +129,7 @@ def launch_for(router_logits: torch.Tensor, routing: Routing) -> NumbaLaunch:
     arguments: tuple[int | str, ...] = (
         router_logits.dtype == torch.bfloat16,
         *("logits_ptr", "bias_ptr", "weights_ptr", "ids_ptr", SCRATCH),
-        routing.scoring == "sigmoid",
+        SCORINGS.index(routing.scoring),
         routing.renormalize,
         bits(routing.routed_scaling_factor),
         *(num_tokens, num_experts, routing.top_k, routing.num_shared_experts),

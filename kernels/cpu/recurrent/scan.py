@@ -17,7 +17,7 @@ import torch
 
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LOG2_E
+from ..vectors import LOG2_E, softplus
 
 
 @nb.device_function
@@ -58,21 +58,6 @@ def _gates(gates, weights, at, head, limits):
 
 
 @nb.device_function
-def _softplus(x):
-    """log(1 + exp(x)) by arithmetic alone, so that LLVM vectorises loops of it.
-
-    log(1 + y) = 2 atanh(y / (2 + y)), and eight terms of its series are exact to float32 for y up to 1.
-    """
-    y = nb.exp2(np.float32(-LOG2_E) * np.abs(x))
-    z = y / (np.float32(2) + y)
-    square = z * z
-    total = np.float32(1 / 15)
-    for divisor in (13, 11, 9, 7, 5, 3, 1):
-        total = total * square + np.float32(1 / divisor)
-    return max(x, np.float32(0)) + np.float32(2) * z * total
-
-
-@nb.device_function
 def _channel_gates(gate, weights, at, head, limits, memory, logs, decays, K):
     """Write the logarithms of a token's decays to `logs`, and the decays to `decays`."""
     A_log, dt_bias = weights
@@ -85,7 +70,7 @@ def _channel_gates(gate, weights, at, head, limits, memory, logs, decays, K):
             memory[logs + i] = lower_bound / (np.float32(1) + nb.exp2(np.float32(-LOG2_E) * rate * x))
     else:
         for i in range(K):
-            memory[logs + i] = -rate * _softplus(nb.load(gate, at + first + i) + dt_bias[first + i])
+            memory[logs + i] = -rate * softplus(nb.load(gate, at + first + i) + dt_bias[first + i])
     for i in range(K):
         memory[decays + i] = nb.exp2(np.float32(LOG2_E) * memory[logs + i])
 

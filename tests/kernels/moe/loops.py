@@ -15,7 +15,7 @@ def route_tokens(router_logits: torch.Tensor, routing: Routing) -> tuple[torch.T
     ids = torch.full(weights.shape, -1, dtype=torch.int32)
     bias = routing.correction_bias
     for token, row in enumerate(logits.tolist()):
-        scores = _sigmoids(row) if routing.scoring == "sigmoid" else _softmax(row)
+        scores = _SCORES[routing.scoring](row)
         choice = row
         if bias is not None:
             choice = [score + shift for score, shift in zip(scores, bias.tolist(), strict=True)]
@@ -37,6 +37,10 @@ def _sigmoids(row: list[float]) -> list[float]:
     return [0.0 if logit < -700 else 1 / (1 + math.exp(-logit)) for logit in row]
 
 
+def _sqrt_softpluses(row: list[float]) -> list[float]:
+    return [math.sqrt(max(logit, 0.0) + math.log1p(math.exp(-abs(logit)))) for logit in row]
+
+
 def _softmax(row: list[float]) -> list[float]:
     """NaN for all experts if a logit is NaN or infinite, or if all are -inf."""
     largest = max(row)
@@ -44,6 +48,9 @@ def _softmax(row: list[float]) -> list[float]:
         return [math.nan] * len(row)
     exponentials = [math.exp(logit - largest) for logit in row]
     return [number / sum(exponentials) for number in exponentials]
+
+
+_SCORES = {"softmax": _softmax, "sigmoid": _sigmoids, "sqrt_softplus": _sqrt_softpluses}
 
 
 def _experts_of_best_groups(choice: list[float], routing: Routing) -> list[int]:

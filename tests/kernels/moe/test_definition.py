@@ -10,6 +10,7 @@ import torch
 from paged import Routing, route_and_align, route_tokens
 from paged.kernels.layers.activation import ACTIVATIONS
 from paged.kernels.moe import definition
+from paged.kernels.moe.routing import SCORINGS
 from tests.backends import BACKENDS
 from tests.kernels.moe import loops
 from tests.kernels.moe.test_fused_moe import make_inputs, rounded_moe
@@ -45,7 +46,7 @@ def routing_problem(seed: int) -> tuple[torch.Tensor, Routing]:
     return logits, Routing(
         top_k=choose(*range(1, topk_groups * group_size + 1)),
         renormalize=choose(True, False),
-        scoring=choose("softmax", "sigmoid"),
+        scoring=choose(*SCORINGS),
         correction_bias=bias,
         num_expert_groups=num_groups,
         topk_groups=topk_groups,

@@ -10,6 +10,7 @@ from paged import InvalidInputError, Routing, moe_align_block_size, route_and_al
 from paged.kernels.moe import definition
 from paged.kernels.moe.moe_align_block_size import MoeAlignment
 from paged.kernels.moe.route_and_align import MAX_FUSED_TOKENS
+from paged.kernels.moe.routing import SCORINGS
 from tests.backends import BACKENDS
 from tests.kernels.moe import loops
 from tests.pairwise import pairwise
@@ -32,7 +33,7 @@ def assert_routed(logits: torch.Tensor, top_k: int, **options: Any) -> torch.Ten
 @pairwise(
     sizes=[(5, 128, 8), (131, 8, 2), (3, 257, 16), (2, 512, 10), (3, 512, 16), (4, 60, 60), (3, 1, 1), (0, 8, 2)],
     renormalize=[True, False],
-    scoring=["softmax", "sigmoid"],
+    scoring=SCORINGS,
 )
 def test_matches_definition(sizes: tuple[int, int, int], renormalize: bool, scoring: str, device: torch.device) -> None:
     num_tokens, num_experts, top_k = sizes
@@ -45,7 +46,7 @@ def test_matches_definition(sizes: tuple[int, int, int], renormalize: bool, scor
     # DeepSeek-V3's; groups that are no power of two; groups of one; as many experts as the groups hold; one group.
     sizes=[(256, 8, 8, 4), (60, 6, 5, 3), (6, 3, 6, 4), (12, 6, 4, 2), (16, 2, 1, 1)],
     biased=[True, False],
-    scoring=["softmax", "sigmoid"],
+    scoring=SCORINGS,
 )
 def test_groups_and_bias(sizes: tuple[int, ...], biased: bool, scoring: str, device: torch.device) -> None:
     """The bias is as large as the scores it is added to, so that it changes what is chosen."""
@@ -95,7 +96,7 @@ def test_16_bit_and_strided_logits(dtype: torch.dtype, device: torch.device) -> 
     assert_routed((torch.randn(40, 6, device=device) * 2).to(dtype).T[::2], 4)
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("column", [0, 9])
 def test_nan_row_routes_nowhere_alone(scoring: str, column: int, device: torch.device) -> None:
     logits = torch.randn(3, 10, device=device)
@@ -231,7 +232,7 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         (route_tokens, (logits, 1), {"num_expert_groups": 2, "topk_groups": 3}, "topk_groups: 3, expected 1 to 2"),
         (route_tokens, (logits, 1), {"num_shared_experts": -1}, "num_shared_experts: -1"),
         (route_tokens, (logits, 2), {"correction_bias": bias}, "correction_bias: shape"),
-        (route_tokens, (logits, 2), {"scoring": "tanh"}, "scoring: 'tanh', expected 'softmax' or 'sigmoid'"),
+        (route_tokens, (logits, 2), {"scoring": "tanh"}, "scoring: 'tanh', expected 'softmax' or"),
         (route_tokens, (logits[0], 2), {}, "router_logits: shape"),
         (moe_align_block_size, (ids.long(), 16, 8), {}, "topk_ids: dtype"),
         (moe_align_block_size, (ids, 0, 8), {}, "block_size, num_experts: 0, 8"),
