@@ -32,6 +32,7 @@ from paged.models.families.kimi import KIMI, KIMI_PARTS
 from paged.models.families.llama import Llama
 from paged.models.families.mamba import MAMBAS
 from paged.models.families.minimax import MINIMAX
+from paged.models.families.mistral_large import MistralLarge4
 from paged.models.families.network import Network
 from paged.models.families.rwkv import RWKV
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
@@ -87,7 +88,8 @@ ALIASES = {
 
 # model_type -> family that is only the text part of multimodal models.
 TEXT_PARTS = {
-    family.model_type: family for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS, *KIMI_PARTS)
+    family.model_type: family
+    for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS, *KIMI_PARTS, MistralLarge4)
 }
 
 # Largest number of config.json keys that an error message lists.

@@ -30,6 +30,7 @@ WRAPPERS = {
     "LlavaForConditionalGeneration": "llama",
     "MiniMaxM3SparseForConditionalGeneration": "minimax_m3_vl_text",
     "Mistral3ForConditionalGeneration": "mistral",
+    "MistralLarge4ForConditionalGeneration": "mistral_large4_text",
     "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
     "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
@@ -87,7 +88,10 @@ _PLAIN_HEADS = frozenset(
     Mistral3ForConditionalGeneration""".split()
 )
 # Architectures whose logits have the factor and the soft cap of the text model.
-_SCALED_HEADS = frozenset(("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"))
+_SCALED_HEADS = frozenset(
+    """Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
+    MistralLarge4ForConditionalGeneration""".split()
+)
 
 
 class _Placeholders(NamedTuple):
@@ -103,7 +107,10 @@ class _Placeholders(NamedTuple):
 
 _GEMMA4_IDS = {"image_token_id": 258_880, "video_token_id": 258_884, "audio_token_id": 258_881}
 _PLACEHOLDERS = {
-    **dict.fromkeys(_SCALED_HEADS, _Placeholders(_GEMMA4_IDS, "pad_token_id")),
+    **dict.fromkeys(
+        ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        _Placeholders(_GEMMA4_IDS, "pad_token_id"),
+    ),
     **dict.fromkeys(
         ("GraniteSpeechForConditionalGeneration", "GraniteSpeechPlusForConditionalGeneration"),
         _Placeholders({"audio_token_index": 49_155}),

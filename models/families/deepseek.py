@@ -166,14 +166,20 @@ def indexer_types(hf: HfConfig) -> list[str]:
     return types
 
 
-def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+def indexed_attention(hf: HfConfig, **index: Any) -> dict[str, Any]:
+    """Return the fields of latent attention with an indexer; index: fields of `IndexConfig` beside its sizes."""
     if kinds := {*hf.items("layer_types", str)} - {"indexed_attention"}:
         raise UnsupportedError(f"{hf.source}: layer type {min(kinds)!r}, known is 'indexed_attention'")
     head_dim = hf.integer("index_head_dim")
-    index = IndexConfig(hf.integer("index_n_heads"), head_dim, hf.integer("index_topk"), interleaved)
-    fields = latent_attention(hf, index)
+    sizes = IndexConfig(hf.integer("index_n_heads"), head_dim, hf.integer("index_topk"), **index)
+    fields = latent_attention(hf, sizes)
     if head_dim < fields["latent"].rope_dim:
         raise CheckpointError(f"{hf.source}: index_head_dim {head_dim} is less than qk_rope_head_dim")
+    return fields
+
+
+def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    fields = indexed_attention(hf, interleaved=interleaved)
     hf.integer("q_lora_rank")  # required: the indexer reads the queries' latent
     return dict(**fields, rope=rope_config(hf, interleaved=True), moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
 

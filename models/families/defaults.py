@@ -78,6 +78,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "ministral3": (131_072, 4096, 14_336, 34, 32, 8, 128, 262_144, 1e-5, 1e4),
     "mistral": (*_MISTRAL, 1e-6, 1e4),
     "mistral4": (131_072, 4096, 12_288, 36, 32, 32, None, 1_048_576, 1e-6, 1e4),
+    "mistral_large4_text": (204_800, 6144, 24_576, 72, 64, 64, 64, 1_048_576, 1e-5, 1e4),
     "mixtral": (*_MISTRAL, 1e-5, 1e6),
     "nemotron": (256_000, 6144, 24_576, 32, 48, None, None, 4096, None, 1e4),
     "nemotron_h": (131_072, 4096, 21_504, None, 32, 8, 128, 4096, None, 1e4),
@@ -112,6 +113,10 @@ _MINISTRAL3_ROPE = {
 }  # fmt: skip
 _MISTRAL4_ROPE = {
     **_MINISTRAL3_ROPE, "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_MISTRAL_LARGE4_ROPE = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 2048.0, "original_max_position_embeddings": 512,
+    "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0,
 }  # fmt: skip
 _GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -305,6 +310,12 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
         **_LATENT, **_GROUPS, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
         "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4, "norm_topk_prob": True,
         "moe_intermediate_size": 2048, "first_k_dense_replace": 0, "rope_parameters": _MISTRAL4_ROPE,
+    },
+    "mistral_large4_text": {
+        **_GROUPS, "kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32, "n_routed_experts": 128, "n_shared_experts": 1,
+        "num_experts_per_tok": 4, "norm_topk_prob": True, "moe_intermediate_size": 6144, "first_k_dense_replace": 1,
+        "no_rope_layer_interval": 4, "final_logit_softcapping": 30.0, "rope_parameters": _MISTRAL_LARGE4_ROPE,
     },
     "mixtral": {"num_experts": 8, "num_experts_per_tok": 2},
     "nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},

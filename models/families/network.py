@@ -28,6 +28,7 @@ from paged.models.layers.hyper_connection import HyperConnection
 from paged.models.layers.indexer import PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
+from paged.models.layers.learned_rotation import LearnedRotation
 from paged.models.layers.recurrent import GatedDeltaNet, Mamba2, RecurrentLayer, ShortConv
 from paged.models.layers.recurrent_config import (
     GatedDeltaConfig,
@@ -317,13 +318,13 @@ class Network(nn.Module):
     def set_caches(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         """Give every layer its cache and the rotations of positions below max_seq_len."""
         self.derive_from_weights()
-        config, device = self.config, self.embed_tokens.device
+        config = self.config
         layers, sources = list(self.layers), list(config.cache_layers)
         if self.draft_head is not None:
             layers.append(cast("DecoderLayer", self.draft_head.layer))
             sources.append(config.num_layers)
         rotations = self.rotations()
-        tables = {rotation: rope_table(*rotation, max_seq_len, device) for rotation in set(rotations)}
+        tables = {rotation: self.rotary_table(*rotation, max_seq_len) for rotation in set(rotations)}
         held = HeldCaches()
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
             layer.set_states(kv_manager, index, len(layers))
@@ -354,14 +355,18 @@ class Network(nn.Module):
             attention.append(self.draft_head.attention)
         return [(layer.rope, layer.rotated_dim) for layer in attention]
 
+    def rotary_table(self, rope: RopeConfig | None, size: int, max_positions: int) -> torch.Tensor:
+        """Return the rotary table of the layers with a rotation of `size` elements, see `rope_table`."""
+        return rope_table(rope, size, max_positions, self.embed_tokens.device)
+
     def derive_from_weights(self) -> None:
         """Let layers derive their forms of the weights; call it again after weights have changed."""
         for module in self.modules():
-            if isinstance(module, (PackedWeights, SparseMoe)):
+            if isinstance(module, (LearnedRotation, PackedWeights, SparseMoe)):
                 module.derive_from_weights()
         for module in self.modules():
             if isinstance(module, LatentAttention):
-                module.derive_from_weights()
+                module.derive_from_weights(self.embed_tokens.dtype)
         if self._packed_embedding is not None:
             self._pack_embedding()
 
@@ -554,7 +559,7 @@ def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except norms and routers, which stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, (HyperConnection, RecurrentLayer, SparseMoe)):
+        if isinstance(module, (HyperConnection, LearnedRotation, RecurrentLayer, SparseMoe)):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.is_zero_centred:
             module.float()

@@ -181,6 +181,23 @@ class HeadGate(Linear):
         return factors.to(hidden.dtype)
 
 
+class LogPositionGrowth(nn.Module):
+    """Learned growth of query heads with the position p: factor scale ln(p + 1) + bias (Mistral Large 4, 2026)."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.scale, self.bias = empty_parameter(num_heads), empty_parameter(num_heads)
+
+    def forward(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return queries times their factors. q: [R, H, D]. positions: [R]."""
+        logarithms = (positions + 1).float().log()[:, None]  # [R, 1]
+        factors = logarithms * self.scale.float() + self.bias.float()  # [R, H]
+        return (q * factors[..., None]).to(q.dtype)
+
+    def destinations(self, prefix: str) -> Destinations:
+        return {f"{prefix}.scale": self.scale, f"{prefix}.bias": self.bias}
+
+
 class AxesRotation:
     """Rotation by several positions of a token: its time, row and column in a picture (Qwen2-VL, 2024)."""
 

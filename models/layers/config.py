@@ -36,6 +36,7 @@ class IndexConfig:
         top_k: number of keys that a query attends to, besides its open pool.
         interleaved: as in RopeConfig, for the heads of the indexer.
         pool_size: tokens that have a key together; 1 if each has its own. See `PooledIndexer`.
+        reads_hidden: whether queries come from the hidden state, see `HiddenIndexer`; otherwise from their latent.
     """
 
     num_heads: int
@@ -43,6 +44,7 @@ class IndexConfig:
     top_k: int
     interleaved: bool = False
     pool_size: int = 1
+    reads_hidden: bool = False
 
     def key_size(self, dtype: torch.dtype) -> int:
         """Return the elements of a key in a cache of `dtype`: float32 keys, or else e4m3 keys and a float32 scale.
@@ -118,6 +120,7 @@ class LatentConfig:
         index: the layer's indexer, which chooses the keys of a query; None for no indexer.
         shares_choice: whether the layer attends to the keys that the nearest earlier indexer chose. A layer without an
             indexer and without a shared choice attends to all keys.
+        learned_growth: whether queries grow by `LogPositionGrowth`.
     """
 
     rank: int
@@ -128,6 +131,7 @@ class LatentConfig:
     eps: float = 1e-6
     index: IndexConfig | None = None
     shares_choice: bool = False
+    learned_growth: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +144,8 @@ class AttentionConfig:
             attention.
         rope: rotation of queries and keys; None for no rotation.
         window: number of visible tokens, the token itself included; None for all.
-        shares_kv_with: index of an earlier layer whose keys and values the layer reads; None if it has its own.
+        shares_kv_with: index of an earlier layer whose keys and values, or latents, the layer reads; None if it has its
+            own.
         softmax_scale: factor for products of queries and keys.
         softcap: scores become softcap * tanh(score / softcap); 0 for no cap.
         qkv_bias, o_bias: whether the projections before and after attention have biases.

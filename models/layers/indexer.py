@@ -14,6 +14,7 @@ from paged.kernels.attention.pool_keys import pool_keys
 from paged.kernels.cache.latent_cache import write_index_keys
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.layers.attention_options import LogPositionGrowth
 from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig, NormConfig
 from paged.models.layers.decoder import LayerNorm, Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
@@ -83,8 +84,7 @@ class Indexer(CachedKeys):
         if outputs is not None:
             queries = outputs
             hidden, q_latent, positions = hidden[outputs.rows], q_latent[outputs.rows], positions[outputs.rows]
-        q = self.wq_b(q_latent).unflatten(-1, (config.num_heads, config.head_dim))  # [R, H, head_dim]
-        self._rotate(q, positions)
+        q = self._queries(q_latent, positions)
         weights = functional.linear(hidden, self.weights_proj).float() * (config.num_heads * config.head_dim) ** -0.5
         return self._choose(q, weights, block_table, metadata.seq_lens, queries)
 
@@ -93,6 +93,12 @@ class Indexer(CachedKeys):
         keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
         self._rotate(keys.unsqueeze(1), positions)
         write_index_keys(keys, self.key_cache, metadata.table(self.table)[1])
+
+    def _queries(self, q_latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return rotated queries, [R, H, head_dim]."""
+        q: torch.Tensor = self.wq_b(q_latent).unflatten(-1, (self.config.num_heads, self.config.head_dim))
+        self._rotate(q, positions)
+        return q
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> None:
         """Rotate heads in place. heads: [tokens, heads, head_dim]."""
@@ -123,6 +129,30 @@ class Indexer(CachedKeys):
         destinations |= self.k_norm.destinations(f"{prefix}.k_norm")
         destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
         return destinations
+
+
+class HiddenIndexer(Indexer):
+    """The indexer of Mistral Large 4 (Mistral AI, 2026): queries come from a layer norm of the hidden state.
+
+    They grow with the position, see `LogPositionGrowth`. The caller gives the hidden state for `q_latent`.
+    """
+
+    def __init__(self, hidden_size: int, q_rank: int, config: IndexConfig) -> None:
+        super().__init__(hidden_size, q_rank, config)
+        self.q_input_norm = LayerNorm(hidden_size, NormConfig(eps=1e-6, bias=True))
+        self.growth = LogPositionGrowth(config.num_heads)
+
+    def _queries(self, q_latent: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        normed, _ = self.q_input_norm(q_latent)  # [R, hidden_size]
+        q: torch.Tensor = self.growth(super()._queries(normed, positions), positions)
+        return q
+
+    def destinations(self, prefix: str) -> Destinations:
+        return {
+            **super().destinations(prefix),
+            **self.q_input_norm.destinations(f"{prefix}.q_input_norm"),
+            **self.growth.destinations(f"{prefix}.softmax_scaling"),
+        }
 
 
 class PooledIndexer(Indexer):

@@ -13,11 +13,12 @@ from paged.kernels.cache.concat_and_cache_mla import mla_norm_rope_and_cache
 from paged.kernels.core.operation import Bound
 from paged.kernels.cpu.recording import recording
 from paged.kernels.layers.linear import linear
-from paged.models.layers.attention_options import HeadGate
-from paged.models.layers.config import DecoderConfig, NormConfig
+from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.layers.attention_options import HeadGate, LogPositionGrowth
+from paged.models.layers.config import DecoderConfig, LatentConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
-from paged.models.layers.indexer import Indexer, PooledIndexer
+from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
 from paged.models.loading.weights import Destinations
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.step.metadata import AttentionMetadata, OutputRows
@@ -48,6 +49,7 @@ class LatentAttention(nn.Module):
 
     A head's key is the up-projection of the latent, followed by rotated dimensions that all heads share. Queries absorb
     the up-projection of keys, so that they meet latents directly. The result then takes the up-projection of values.
+    A layer with `shares_kv_with` reads the latents of an earlier layer with its own up-projections.
 
     Shapes: T tokens, R rows that are returned, H heads; rank, nope, rope and v as in `LatentConfig`.
     """
@@ -68,20 +70,25 @@ class LatentAttention(nn.Module):
         self.sizes = sizes = layer.latent
         norms = NormConfig(eps=sizes.eps)
         hidden, q_size = config.hidden_size, layer.num_heads * (sizes.nope_dim + sizes.rope_dim)
-        down = {"kv_a_proj_with_mqa": sizes.rank + sizes.rope_dim}
+        self.down_sizes: dict[str, int] = {}
         self.q_b_proj: Linear | None = None
         if sizes.q_rank is None:
             self.q_proj = Linear(hidden, {"q_proj": q_size})
-            self.down_proj = Linear(hidden, down, bias=layer.qkv_bias)
         else:
-            self.down_proj = Linear(hidden, {"q_a_proj": sizes.q_rank, **down}, bias=layer.qkv_bias)
+            self.down_sizes["q_a_proj"] = sizes.q_rank
             self.q_b_proj = Linear(sizes.q_rank, {"q_b_proj": q_size})
             self.q_norm = RmsNorm(sizes.q_rank, norms)
-        self.indexer: Indexer | None = None
-        if sizes.index is not None and sizes.q_rank is not None:
-            indexer = Indexer if sizes.index.pool_size == 1 else PooledIndexer
-            self.indexer = indexer(hidden, sizes.q_rank, sizes.index)
-        self.kv_norm = RmsNorm(sizes.rank, norms)
+        self.kv_norm: RmsNorm | None = None
+        if layer.shares_kv_with is None:
+            self.down_sizes["kv_a_proj_with_mqa"] = sizes.rank + sizes.rope_dim
+            self.kv_norm = RmsNorm(sizes.rank, norms)
+        self.down_proj: Linear | None = None
+        if self.down_sizes:
+            self.down_proj = Linear(hidden, self.down_sizes, bias=layer.qkv_bias)
+        self.indexer = _indexer(hidden, sizes)
+        self.growth: LogPositionGrowth | None = None
+        if sizes.learned_growth:
+            self.growth = LogPositionGrowth(layer.num_heads)
         self.gate_proj: HeadGate | None = None
         if layer.head_gate is not None:
             self.gate_proj = HeadGate(hidden, layer)
@@ -90,6 +97,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Linear(layer.num_heads * sizes.v_head_dim, {"o_proj": hidden}, bias=layer.o_bias)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention, step="plan")
+        self.rotate = Bound(rotary_embedding, by=1)
 
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
@@ -97,9 +105,12 @@ class LatentAttention(nn.Module):
         if (growth := self.config.query_growth) is not None:
             self.query_factors = growth.factors(len(cos_sin_cache), cos_sin_cache.device)
 
-    def derive_from_weights(self) -> None:
-        """Read the up-projection as matrices; call it when the weights are at their final addresses."""
-        self.up = self.kv_b_proj.matrices(self.config.num_heads, self.kv_norm.weight.dtype)
+    def derive_from_weights(self, dtype: torch.dtype) -> None:
+        """Read the up-projection as matrices; call it when the weights are at their final addresses.
+
+        dtype: dtype of activations.
+        """
+        self.up = self.kv_b_proj.matrices(self.config.num_heads, dtype)
 
     def forward(
         self,
@@ -113,31 +124,37 @@ class LatentAttention(nn.Module):
         block_table, slot_mapping = metadata.table(self.table)
 
         # Project.
-        down = self.down_proj(hidden)  # [T, rank + rope], after q_rank columns if queries have a latent
+        down: dict[str, torch.Tensor] = {}
+        if self.down_proj is not None:
+            parts = self.down_proj(hidden).split_with_sizes(list(self.down_sizes.values()), -1)
+            down = dict(zip(self.down_sizes, parts, strict=True))
         q_latent = hidden
         if self.q_b_proj is None:
             q = self.q_proj(hidden, metadata.lora)
         else:
-            q_latent, down = down.split((sizes.q_rank, sizes.rank + sizes.rope_dim), -1)
-            q_latent, _ = self.q_norm(q_latent)  # [T, q_rank]
+            q_latent, _ = self.q_norm(down["q_a_proj"])  # [T, q_rank]
             q = self.q_b_proj(q_latent)
-        latent, k_rope = down.split((sizes.rank, sizes.rope_dim), -1)  # [T, rank], [T, rope]
         q = q.unflatten(-1, (self.config.num_heads, -1))  # [T, H, nope + rope]
 
         # Norm, rotate and write. The rotated part of queries changes in place.
-        self.write(
-            q[..., sizes.nope_dim :],
-            latent,
-            k_rope,
-            self.kv_cache,
-            slot_mapping,
-            positions,
-            self.cos_sin_cache,
-            self.kv_norm.weight,
-            eps=sizes.eps,
-            interleaved=self.interleaved,
-            scale=self.k_scale,
-        )
+        q_rope = q[..., sizes.nope_dim :]  # [T, H, rope]
+        if self.kv_norm is None:
+            self.rotate(positions, q_rope, None, self.cos_sin_cache, interleaved=self.interleaved)
+        else:
+            latent, k_rope = down["kv_a_proj_with_mqa"].split((sizes.rank, sizes.rope_dim), -1)  # [T, rank], [T, rope]
+            self.write(
+                q_rope,
+                latent,
+                k_rope,
+                self.kv_cache,
+                slot_mapping,
+                positions,
+                self.cos_sin_cache,
+                self.kv_norm.weight,
+                eps=sizes.eps,
+                interleaved=self.interleaved,
+                scale=self.k_scale,
+            )
 
         # Attend.
         indices = self._chosen_keys(hidden, q_latent, positions, metadata, outputs)
@@ -146,6 +163,8 @@ class LatentAttention(nn.Module):
             queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]  # q: [R, H, nope + rope]
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
+        if self.growth is not None:
+            q = self.growth(q, positions)
         if outputs is None and indices is None:
             out = self._attend(q, block_table, metadata)  # [T, H, v]
         else:
@@ -265,9 +284,11 @@ class LatentAttention(nn.Module):
 
     def destinations(self, prefix: str) -> Destinations:
         destinations: Destinations = {}
-        for projection in (self.down_proj, self.kv_b_proj, self.o_proj):
-            destinations |= projection.destinations(prefix)
-        destinations |= self.kv_norm.destinations(f"{prefix}.kv_a_layernorm")
+        for projection in (self.down_proj, self.kv_b_proj, self.o_proj, self.gate_proj):
+            if projection is not None:
+                destinations |= projection.destinations(prefix)
+        if self.kv_norm is not None:
+            destinations |= self.kv_norm.destinations(f"{prefix}.kv_a_layernorm")
         if self.q_b_proj is None:
             destinations |= self.q_proj.destinations(prefix)
         else:
@@ -275,6 +296,19 @@ class LatentAttention(nn.Module):
             destinations |= self.q_norm.destinations(f"{prefix}.q_a_layernorm")
         if self.indexer is not None:
             destinations |= self.indexer.destinations(f"{prefix}.indexer")
-        if self.gate_proj is not None:
-            destinations |= self.gate_proj.destinations(prefix)
+        if self.growth is not None:
+            destinations |= self.growth.destinations(f"{prefix}.softmax_scaling")
         return destinations
+
+
+def _indexer(hidden_size: int, sizes: LatentConfig) -> Indexer | None:
+    """Return the indexer of a layer with these sizes."""
+    index = sizes.index
+    if index is None:
+        return None
+    if index.reads_hidden:
+        return HiddenIndexer(hidden_size, hidden_size, index)
+    assert sizes.q_rank is not None
+    if index.pool_size > 1:
+        return PooledIndexer(hidden_size, sizes.q_rank, index)
+    return Indexer(hidden_size, sizes.q_rank, index)

@@ -314,9 +314,16 @@ def rope_table(config: RopeConfig | None, head_dim: int, max_positions: int, dev
     """
     if config is None:
         return torch.empty(max_positions, 0, dtype=torch.float32, device=device)
-    positions = torch.arange(max_positions, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, rope_frequencies(config, head_dim, max_positions).to(device))
-    table = torch.empty(max_positions, 2 * angles.shape[1], dtype=torch.float32, device=device)
-    torch.cos(angles, out=table[:, : angles.shape[1]])
-    torch.sin(angles, out=table[:, angles.shape[1] :])
-    return table.mul_(config.attention_factor)
+    frequencies = rope_frequencies(config, head_dim, max_positions)
+    table = torch.empty(max_positions, 2 * len(frequencies), dtype=torch.float32, device=device)
+    fill_rope_table(table, frequencies, config.attention_factor)
+    return table
+
+
+def fill_rope_table(table: torch.Tensor, frequencies: torch.Tensor, attention_factor: float) -> None:
+    """Write cosines, then sines, times the factor. table: float32 [positions, 2 * pairs]. frequencies: [pairs]."""
+    positions = torch.arange(len(table), dtype=torch.float32, device=table.device)
+    angles = torch.outer(positions, frequencies.to(table.device))
+    torch.cos(angles, out=table[:, : len(frequencies)])
+    torch.sin(angles, out=table[:, len(frequencies) :])
+    table.mul_(attention_factor)

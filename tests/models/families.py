@@ -56,6 +56,13 @@ _WORDS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
     # Fewer keys than the prompts have; of 16 heads, all products of a key and a query are negative once in 65,536.
+    # Layers that rotate and that do not, each with latents for a later layer, and layers that choose for others.
+    "shared_latents": {
+        "no_rope_layers": [1, 0, 1, 0, 1],
+        "kv_source_layers": [0, 1, 0, 1, 4],
+        "indexer_types": ["full", "shared", "full", "shared", "full"],
+        **_yarn(attention_factor=1.0),
+    },
     "indexer": {"index_topk": 5, "index_head_dim": 32, "index_n_heads": 16},
     # Of up to 5 blocks of 8 positions, each query and KV head chooses two, its own included.
     "block_indexer": {
@@ -376,6 +383,9 @@ PARTS = Families(
     llava="Mistral window",
     mistral3="""Mistral4 latent routed_experts n_shared_experts=1 num_experts_per_tok=3 norm_topk_prob=True
         yarn_mistral4 head_dim=40 pad_token_id=0""",
+    mistral_large4="""MistralLarge4Text latent routed_experts indexer shared_latents q_lora_rank=None head_dim=16
+        num_hidden_layers=5 n_group=4 topk_group=2 num_experts_per_tok=3 routed_scaling_factor=1.5
+        final_logit_softcapping=3.0""",
     qwen2_vl="Qwen2VLText mrope head_dim=16",
     qwen3_5="Qwen3_5Text gated_delta",
     qwen3_5_moe="Qwen3_5MoeText gated_delta experts shared_expert_intermediate_size=48",
@@ -459,8 +469,8 @@ def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:
         by_formula = Rwkv7(config) if config.model_type == "rwkv7" else KimiK3(config)
         by_formula.save_pretrained(folder)
         return by_formula
-    if config.model_type == "glm5_next_text":  # transformers has it only as a part
-        config = with_pictures("glm5_next", config.to_dict())
+    if config.model_type in ("glm5_next_text", "mistral_large4_text"):  # transformers has them only as parts
+        config = with_pictures(config.model_type.removesuffix("_text"), config.to_dict())
     AutoModelForCausalLM.register(Mistral4ForCausalLM.config_class, Mistral4ForCausalLM, exist_ok=True)
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     model = kind.from_config(config, attn_implementation="eager").eval()
@@ -486,6 +496,8 @@ def randomize_vectors(model: Any) -> None:
             buffer.uniform_(0.1, 0.4)
         elif name.endswith("layer_scalar"):
             buffer.uniform_(0.5, 1.5)
+        elif name.endswith("rotary_emb.alpha"):
+            buffer.uniform_(-0.5, 0.5)
 
 
 def split_convolutions(config: Any, tensors: Tensors) -> None:

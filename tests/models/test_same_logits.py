@@ -48,8 +48,8 @@ BY_NUMBA = (
     "qwen3",
 )
 
-# Families, and a text part whose layers no family has.
-EVERY_WAY = (*FAMILIES, "glm5_next")
+# Families, and text parts whose layers no family has.
+EVERY_WAY = (*FAMILIES, "glm5_next", "mistral_large4")
 
 # Longer than the sliding windows and several cache blocks of 8.
 PROMPT = tokens(40)

@@ -20,7 +20,7 @@ from paged.step.batch import VerifyLogits
 from tests.deadline import HANG_S
 from tests.models.allocations import recorded
 from tests.models.edits import WEIGHTS, Tensors, edit_config, edit_tensors
-from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
+from tests.models.families import FAMILIES, PARTS, assert_same_logits, save_checkpoint
 from tests.models.quantization.checkpoints import write
 from tests.models.quantization.packers import FORMATS
 from tests.models.stepping import begin, decode
@@ -86,11 +86,15 @@ def test_the_model_becomes_the_one_that_loads_them(name: str, packable: Path, tm
 
 
 @pytest.mark.parametrize(
-    "name", [*("ernie4_5_moe", "mixtral", "olmo_hybrid"), pytest.param("nemotron_h", marks=pytest.mark.thorough)]
+    "name",
+    [
+        *("ernie4_5_moe", "mixtral", "olmo_hybrid"),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("mistral_large4", "nemotron_h")),
+    ],
 )
 def test_weights_in_another_layout(name: str, tmp_path: Path) -> None:
     """Those of a model that transformers holds, by its own names, for one that was loaded by the published names."""
-    theirs = save_checkpoint(FAMILIES[name], tmp_path / "published")
+    theirs = save_checkpoint((PARTS | FAMILIES)[name], tmp_path / "published")
     theirs.save_pretrained(tmp_path / "own", save_original_format=False)
     tensors = load_file(tmp_path / "own" / WEIGHTS)
     assert tensors.keys() != load_file(tmp_path / "published" / WEIGHTS).keys()

@@ -259,6 +259,12 @@ _ROWS = {
         n_shared_experts=1 norm_topk_prob=True q_lora_rank=1024 qk_head_dim=128 qk_nope_head_dim=64 qk_rope_head_dim=64
         eps=1e-6 rope_interleave=True mistral4_rope routed_scaling_factor=1.0 topk_group=1 untied v_head_dim=128
         v=131072""",
+    # As transformers' class, which names the checkpoint.
+    "mistralai/Mistral-Large-4-1T-A52B": """MistralLarge4:mistral_large4_text silu no_bias h=6144 i=24576 l=72 q=64
+        kv=64 max=1048576 moe=6144 top=4 d=64 final_logit_softcapping=30.0 first_k_dense_replace=1 index_head_dim=128
+        index_n_heads=32 index_topk=2048 kv_lora_rank=512 mistral_large4_layers n_group=1 n_routed_experts=128
+        n_shared_experts=1 qk_nope_head_dim=64 qk_rope_head_dim=64 eps=1e-5 routed_scaling_factor=1.0 topk_group=1
+        untied v_head_dim=128 v=204800""",
     "MiniMaxAI/MiniMax-M2": """MiniMaxM2 silu minimax h=3072 i=1536 l=62 q=48 kv=8 d=128 max=196608 experts=256 top=8
         eps=1e-6 theta=5000000 window=None untied output_router_logits=False v=200064""",
     "MiniMaxAI/MiniMax-M3": """MiniMaxM3Sparse:minimax_m3_vl_text minimax_m3_layers hidden_act='swigluoai' h=6144 i=3072

@@ -192,6 +192,17 @@ WORDS: dict[str, dict[str, Any]] = {
             partial_rotary_factor=0.5 rope_theta=10000.0"""
         )
     },
+    "mistral_large4_layers": {
+        "indexer_types": ["full"] * 72,
+        "kv_source_layers": list(range(72)),
+        "layer_types": ["indexed_attention"] * 72,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 71,
+        "no_rope_layers": [1, 1, 1, 0] * 18,
+        "rope_parameters": options(
+            """attention_factor=1.0 beta_fast=32.0 beta_slow=1.0 factor=2048.0 original_max_position_embeddings=512
+            rope_theta=10000.0 rope_type='yarn'"""
+        ),
+    },
     "yarn_v2_lite": _mla_yarn(40, 0.707, 32),
     "yarn_v3": _mla_yarn(40, 1.0, 32),
     "yarn_k2": _mla_yarn(32.0, 1.0, 1.0),
