@@ -20,6 +20,7 @@ from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.kernels.core.errors import shown
 from paged.models.cache_sizes import check_cache_dtype, sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
+from paged.models.families.axk2 import AXK2
 from paged.models.families.cohere import COHERE
 from paged.models.families.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.deepseek import DEEPSEEK, DEEPSEEK_PARTS
@@ -27,6 +28,7 @@ from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
+from paged.models.families.hy_v4 import HY_V4
 from paged.models.families.hybrid import HYBRIDS
 from paged.models.families.kimi import KIMI, KIMI_PARTS
 from paged.models.families.llama import Llama
@@ -68,6 +70,8 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **EXPERTS,
     **SIGMOID_EXPERTS,
     **DEEPSEEK,
+    **AXK2,
+    **HY_V4,
     **HYBRIDS,
     **KIMI,
     **MAMBAS,

@@ -119,7 +119,7 @@ def _deepseek_v3(hf: HfConfig) -> dict[str, Any]:
 
 def _deepseek_v32(hf: HfConfig) -> dict[str, Any]:
     """DeepSeek-V3.2 (2025): V3 with an indexer in every layer. The indexer's heads rotate by halves."""
-    return _with_indexer(hf, interleaved=False)
+    return indexed_latents(hf, interleaved=False)
 
 
 def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
@@ -130,10 +130,14 @@ def _glm_moe_dsa(hf: HfConfig) -> dict[str, Any]:
     hf.choice("indexer_rope_interleave", True)
     hf.choice("moe_router_dtype", "float32")
     hf.value("index_share_for_mtp_iteration")  # acts in multi-token layers alone
-    fields = _with_indexer(hf, interleaved=True)
-    with_indexer: LatentConfig = fields["latent"]
-    without_indexer = replace(with_indexer, index=None, shares_choice=True)
-    return {**fields, "latent": for_kind(indexer_types(hf), "full", with_indexer, otherwise=without_indexer)}
+    fields = indexed_latents(hf, interleaved=True)
+    return {**fields, "latent": sharing_choices(hf, fields["latent"])}
+
+
+def sharing_choices(hf: HfConfig, latent: LatentConfig) -> tuple[LatentConfig, ...]:
+    """Return each layer's latent attention by `indexer_types`. latent: of a layer with an indexer."""
+    without_indexer = replace(latent, index=None, shares_choice=True)
+    return for_kind(indexer_types(hf), "full", latent, otherwise=without_indexer)
 
 
 def indexer_types(hf: HfConfig) -> list[str]:
@@ -178,8 +182,9 @@ def indexed_attention(hf: HfConfig, **index: Any) -> dict[str, Any]:
     return fields
 
 
-def _with_indexer(hf: HfConfig, *, interleaved: bool) -> dict[str, Any]:
-    fields = indexed_attention(hf, interleaved=interleaved)
+def indexed_latents(hf: HfConfig, **index: Any) -> dict[str, Any]:
+    """Return the fields of DeepSeek-V3.2; index: fields of `IndexConfig` beside its sizes."""
+    fields = indexed_attention(hf, **index)
     hf.integer("q_lora_rank")  # required: the indexer reads the queries' latent
     return dict(**fields, rope=rope_config(hf, interleaved=True), moe=by_mlp_layer_types(hf, sigmoid_experts(hf)))
 

@@ -26,6 +26,7 @@ _GLM = (151_552, 4096, 13_696, 40, 32, 2, 128, 131_072, 1.5625e-7, 1e4)
 _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "apertus": (131_072, 4096, 14_336, 32, 32, None, None, 65_536, 1e-5, 1.2e7),
     "arcee": (32_000, 2560, 18_432, 32, 32, None, None, 4096, 1e-5, 1e4),
+    "axk2": (163_840, 2048, 5120, 48, 32, 32, None, 131_072, 1e-6, 1e4),
     "bamba": (128_000, 4096, 14_336, 32, 32, 8, None, 262_144, 1e-5, 1e4),
     "bailing_hybrid": (157_184, 2560, 6144, 42, 32, 32, 128, 262_144, 1e-6, 6e6),
     "cohere": (256_000, 8192, 22_528, 40, 64, None, None, 8192, None, 5e5),
@@ -72,6 +73,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "mamba2": (32_768, 4096, None, 64, None, None, 64, None, None, None),
     "mimo_v2_flash": (152_576, 4096, 16_384, 48, 64, 4, 192, 131_072, 1e-5, 5e6),
     "minimax_m2": (200_064, 3072, 1536, 62, 48, 8, 128, 196_608, 1e-6, 5e6),
+    "hy_v4": (120_832, 2816, 6912, 34, 32, None, None, 262_144, 1e-5, 1e4),
     "minimax_m3_vl_text": (200_064, 6144, 3072, 60, 64, 4, 128, 524_288, 1e-6, 5e6),
     "minicpm3": (73_448, 2560, 6400, 62, 40, 40, None, 32_768, 1e-5, 1e4),
     "ministral": (*_MISTRAL, 1e-6, 1e4),
@@ -171,6 +173,12 @@ _QWEN_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"hidden_act": "xielu", "rope_parameters": _APERTUS_ROPE},
     "arcee": {"hidden_act": "relu2"},
+    "axk2": {
+        "kv_lora_rank": 128, "q_lora_rank": 384, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+        "first_k_dense_replace": 1, "n_routed_experts": 128, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+        "moe_intermediate_size": 512, "norm_topk_prob": True, "num_experts_per_tok": 8, "index_topk": 2048,
+        "index_head_dim": 128, "index_n_heads": 16, "gated_norm_rank": 16,
+    },
     "bailing_hybrid": {
         **_KIMI, "n_group": 8, "topk_group": 4, "n_routed_experts": 512, "moe_intermediate_size": 768,
         "routed_scaling_factor": 2.5, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1,
@@ -257,6 +265,13 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "hy_v3": {
         "first_k_dense_replace": 1, "moe_intermediate_size": 1536, "num_experts": 192, "num_experts_per_tok": 8,
         "num_shared_experts": 1, "router_scaling_factor": 2.826,
+    },
+    "hy_v4": {
+        **_LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256, "rope_interleave": False, "first_k_dense_replace": 1,
+        "n_routed_experts": 256, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts_per_tok": 8, "index_topk": 2048,
+        "index_head_dim": 128, "index_n_heads": 16, "index_topk_freq": 4, "hc_mult": 4, "hc_magnitude": 2.0,
+        "hc_eps": 1e-6, "swiglu_limit": 10.0,
     },
     "kimi_linear": {
         **_KIMI, "n_routed_experts": 256, "moe_intermediate_size": 1024, "routed_scaling_factor": 2.446,

@@ -7,7 +7,7 @@ import torch
 from paged.models.families.network import DecoderLayer
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import RmsNorm
-from paged.models.layers.hyper_connection import HyperConnection
+from paged.models.layers.hyper_connection import HyperConnection, StreamsHead
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -63,10 +63,27 @@ class StreamsLayer(DecoderLayer):
 
 
 class StreamsNorm(RmsNorm):
-    """The final norm, of the mean of all streams."""
+    """The final norm, of the mean of all streams or of their weighted sum."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config.hidden_size, config.norms)
+        assert config.streams is not None
+        self.head: StreamsHead | None = None
+        if config.streams.has_head:
+            self.head = StreamsHead(config, config.streams)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normed, residual). residual: [T, N, hidden_size], which contains x already."""
         assert residual is not None
-        normed, _ = super().forward(residual.mean(1))
+        if self.head is None:
+            x = residual.mean(1)
+        else:
+            x = self.head(residual)
+        normed, _ = super().forward(x)
         return normed, residual
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix)
+        if self.head is not None:
+            destinations |= self.head.destinations(prefix.rpartition(".")[0])
+        return destinations

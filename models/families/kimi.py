@@ -9,7 +9,7 @@ from typing import Any
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
 from paged.models.families.attention_residual import SnapshotLayer, SnapshotNorm
-from paged.models.families.deepseek import indexer_types, latent_attention
+from paged.models.families.deepseek import indexer_types, latent_attention, sharing_choices
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
 from paged.models.families.network import Network, family
@@ -198,7 +198,7 @@ class _Glm5Next(Network):
 
     def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
         super().__init__(config, share)
-        self.norm = StreamsNorm(config.hidden_size, config.norms)
+        self.norm = StreamsNorm(config)
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -235,10 +235,9 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     attending = [kind for layer, kind in enumerate(types) if kinds[layer] == _KINDS[1]]
     if attending[:1] == ["shared"]:
         raise CheckpointError(f"{hf.source}: indexer type 'shared' of the first layer that attends, expected 'full'")
-    shared = replace(latent, index=None, shares_choice=True)
     return dict(
         **fields,
-        latent=for_kind(types, "full", latent, otherwise=shared),
+        latent=sharing_choices(hf, latent),
         activation="silu_10",
         rope=None,
         recurrent=for_kind(kinds, _KINDS[0], delta),

@@ -35,6 +35,8 @@ class IndexConfig:
     Attributes:
         top_k: number of keys that a query attends to, besides its open pool.
         interleaved: as in RopeConfig, for the heads of the indexer.
+        rotates_last: whether the last elements of a head rotate, not the first.
+        eps: eps of the keys' norm.
         pool_size: tokens that have a key together; 1 if each has its own. See `PooledIndexer`.
         reads_hidden: whether queries come from the hidden state, see `HiddenIndexer`; otherwise from their latent.
     """
@@ -43,6 +45,8 @@ class IndexConfig:
     head_dim: int
     top_k: int
     interleaved: bool = False
+    rotates_last: bool = False
+    eps: float = 1e-6
     pool_size: int = 1
     reads_hidden: bool = False
 
@@ -99,12 +103,16 @@ class StreamsConfig:
     Attributes:
         count: number of streams.
         eps: added to shares of streams and to their sums.
-        num_iterations: number of Sinkhorn's iterations.
+        num_iterations: number of Sinkhorn's iterations; 0 if streams do not mix.
+        magnitude: limit of the factor for a part's output.
+        has_head: whether the final norm reads a weighted sum of the streams, not their mean.
     """
 
     count: int
     eps: float
-    num_iterations: int
+    num_iterations: int = 0
+    magnitude: float = 2.0
+    has_head: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +125,7 @@ class LatentConfig:
         nope_dim, rope_dim: sizes of the parts of a query head that do not rotate and that rotate.
         v_head_dim: size of a head's value.
         eps: eps of the norms of both latents.
+        reads_both: whether queries are made of their latent after its norm and before it, side by side.
         index: the layer's indexer, which chooses the keys of a query; None for no indexer.
         shares_choice: whether the layer attends to the keys that the nearest earlier indexer chose. A layer without an
             indexer and without a shared choice attends to all keys.
@@ -129,6 +138,7 @@ class LatentConfig:
     rope_dim: int
     v_head_dim: int
     eps: float = 1e-6
+    reads_both: bool = False
     index: IndexConfig | None = None
     shares_choice: bool = False
     learned_growth: bool = False
@@ -228,6 +238,7 @@ class NormConfig:
         eps: added to the mean square.
         zero_centred: whether weights are stored minus 1.
         subtracts_mean: whether it is a layer norm, which first subtracts the mean.
+        gate_rank: rank of the gates of `GatedNormLayer`; 0 for norms without gates.
         bias: whether a layer norm has a bias.
         before_attention, after_attention, before_mlp, after_mlp: names of a layer's norms in a checkpoint; None for no
             norm.
@@ -236,6 +247,7 @@ class NormConfig:
     eps: float
     zero_centred: bool = False
     subtracts_mean: bool = False
+    gate_rank: int = 0
     bias: bool = False
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
@@ -252,6 +264,7 @@ class MoeConfig:
         latent_size: input and output size of experts, between projections from and to the hidden size; None for
             experts of the hidden size, without projections.
         latent_eps: eps of a norm of the experts' sum before it is projected; None for no norm.
+        activation: activation of the experts; None for the decoder's, which the shared MLP has.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
         mixer_margin: margin of `choose_by_mixer`, which then chooses experts; None for `route_tokens`.
         sums_two_best: whether a group's score is the sum of its two best experts' scores even without a correction
@@ -285,6 +298,7 @@ class MoeConfig:
     sums_two_best: bool = False
     latent_size: int | None = None
     latent_eps: float | None = None
+    activation: str | None = None
     correction_bias: str | None = None
     correction_in_row: bool = False
     expert_scale: str | None = None

@@ -181,10 +181,12 @@ def attend_expanded(
     sizes: LatentConfig,
     softmax_scale: float,
     k_scale: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention of q [num_tokens, num_heads, nope + rope] to pieces, [num_tokens, num_heads, v_head_dim].
 
     expand: maps latents [num_tokens, rank] to unrotated keys and values, [num_tokens, num_heads, nope + v].
+    sinks: [num_heads], as in `paged_mla_attention`; the last piece, which every query attends to, counts them.
     """
     state: tuple[torch.Tensor, torch.Tensor] | None = None
     stored = kv_cache
@@ -197,8 +199,11 @@ def attend_expanded(
         heads = expand(rows[..., : sizes.rank].flatten(0, 1)).unflatten(0, rows.shape[:2])
         nope, values = heads.split((sizes.nope_dim, sizes.v_head_dim), -1)  # [blocks, block_size, H, nope or v]
         rope = rows[..., None, sizes.rank :].expand(*nope.shape[:-1], sizes.rope_dim)
+        keys, piece_sinks = torch.cat([nope, rope], -1), None
+        if piece is pieces[-1]:
+            piece_sinks = sinks
         piece_state: Any = paged_attention(
-            q, torch.cat([nope, rope], -1), values, softmax_scale=softmax_scale, return_lse=True, **piece.arguments
+            q, keys, values, softmax_scale=softmax_scale, sinks=piece_sinks, return_lse=True, **piece.arguments
         )
         if state is None:
             state = piece_state

@@ -18,62 +18,103 @@ class Mixed(NamedTuple):
     Attributes:
         x: the input, [T, hidden_size].
         gains: factor for the output in each stream, float32 [T, N, 1].
-        carried: share of each old stream (last axis) in each new one, float32 [T, N, N].
+        carried: share of each old stream (last axis) in each new one, float32 [T, N, N]; None if streams do not mix.
     """
 
     x: torch.Tensor
     gains: torch.Tensor
-    carried: torch.Tensor
+    carried: torch.Tensor | None
 
     def rows(self, rows: torch.Tensor) -> Mixed:
         """Return these rows of all tensors."""
-        return Mixed(self.x[rows], self.gains[rows], self.carried[rows])
+        carried = self.carried
+        if carried is not None:
+            carried = carried[rows]
+        return Mixed(self.x[rows], self.gains[rows], carried)
 
     def join(self, output: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
         """Return the new streams, [T, N, hidden_size]. output: [T, hidden_size]."""
-        dtype = streams.dtype
-        return self.gains.to(dtype) * output[:, None] + self.carried.to(dtype) @ streams
+        wide = streams.float()
+        if self.carried is not None:
+            wide = self.carried @ wide
+        return torch.addcmul(wide, self.gains, output[:, None].float()).to(streams.dtype)
 
 
-class HyperConnection(nn.Module):
-    """Manifold-constrained hyper-connections (Xie et al., 2026): weights of streams are made of the streams themselves.
+class StreamWeights(nn.Module):
+    """Weights of streams that are made of the streams themselves; all in float32.
 
-    name: beginning of the names of its tensors in a checkpoint.
+    prefix: beginning of the names of its three tensors in a checkpoint, below the module that has them.
     """
 
-    def __init__(self, config: DecoderConfig, sizes: StreamsConfig, name: str) -> None:
+    def __init__(
+        self, config: DecoderConfig, sizes: StreamsConfig, prefix: str, num_weights: int, num_factors: int
+    ) -> None:
         super().__init__()
-        self.name, self.sizes, self.eps = name, sizes, config.norms.eps
-        num_weights = (2 + sizes.count) * sizes.count
+        self.prefix, self.sizes, self.eps = prefix, sizes, config.norms.eps
         self.fn = empty_parameter(num_weights, sizes.count * config.hidden_size)
         self.base = empty_parameter(num_weights)
-        self.scale = empty_parameter(3)
+        self.scale = empty_parameter(num_factors)
 
     def keep_float32(self) -> None:
-        """Convert offsets and factors back to float32."""
-        self.base.data, self.scale.data = self.base.float(), self.scale.float()
+        """Convert the parameters back to float32."""
+        self.float()
+
+    def logits(self, streams: torch.Tensor) -> torch.Tensor:
+        """Return `fn` times the streams divided by their root mean square, float32 [T, num_weights].
+
+        streams: [T, N, hidden_size].
+        """
+        wide = streams.flatten(1).float()
+        root = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide @ self.fn.T) * root
+
+    def collapsed(self, streams: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return the sum of streams times sigmoid(logits) + eps, [T, hidden_size]. logits: [T, N]."""
+        weights = logits.sigmoid() + self.sizes.eps
+        return (weights.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
+
+    def destinations(self, parent: str) -> Destinations:
+        """Return the three tensors; parent: name of the module that has them."""
+        return {f"{parent}.{self.prefix}_{part}": getattr(self, part) for part in ("fn", "base", "scale")}
+
+
+class HyperConnection(StreamWeights):
+    """Manifold-constrained hyper-connections (Xie et al., 2026), or independent ones, whose streams do not mix."""
+
+    def __init__(self, config: DecoderConfig, sizes: StreamsConfig, prefix: str) -> None:
+        count = sizes.count
+        if sizes.num_iterations:
+            super().__init__(config, sizes, prefix, (2 + count) * count, 3)
+        else:
+            super().__init__(config, sizes, prefix, 2 * count, 2)
 
     def forward(self, streams: torch.Tensor) -> Mixed:
         """Mix streams [T, N, hidden_size]; computed in float32."""
-        count, eps = self.sizes.count, self.sizes.eps
-        wide = streams.flatten(1).float()
-        wide = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        sections = count, count, count * count
-        pre, post, comb = (wide @ self.fn.float().T).split(sections, -1)
-        pre_base, post_base, comb_base = self.base.split(sections)
-        pre_scale, post_scale, comb_scale = self.scale.unbind()
-        x = (((pre * pre_scale + pre_base).sigmoid() + eps).unsqueeze(-1) * streams).sum(1).to(streams.dtype)
-        gains = 2 * (post * post_scale + post_base).sigmoid()
+        sizes, count = self.sizes, self.sizes.count
+        logits = self.logits(streams)
+        pre_scale, post_scale = self.scale[0], self.scale[1]
+        x = self.collapsed(streams, logits[:, :count] * pre_scale + self.base[:count])
+        post = slice(count, 2 * count)
+        gains = sizes.magnitude * (logits[:, post] * post_scale + self.base[post]).sigmoid()
+        if not sizes.num_iterations:
+            return Mixed(x, (gains + sizes.eps).unsqueeze(-1), None)
 
         # Sinkhorn's iterations let every row and every column sum to 1.
-        logits = comb * comb_scale + comb_base
-        shares = logits.unflatten(-1, (count, count)).softmax(-1) + eps  # [T, N, N], old streams first
-        shares = shares / (shares.sum(-2, keepdim=True) + eps)
-        for _ in range(self.sizes.num_iterations - 1):
-            shares = shares / (shares.sum(-1, keepdim=True) + eps)
-            shares = shares / (shares.sum(-2, keepdim=True) + eps)
+        comb = logits[:, 2 * count :] * self.scale[2] + self.base[2 * count :]
+        shares = comb.unflatten(-1, (count, count)).softmax(-1) + sizes.eps  # [T, N, N], old streams first
+        shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
+        for _ in range(sizes.num_iterations - 1):
+            shares = shares / (shares.sum(-1, keepdim=True) + sizes.eps)
+            shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
         return Mixed(x, gains.unsqueeze(-1), shares.mT)
 
-    def destinations(self, prefix: str) -> Destinations:
-        """Return the three tensors; prefix: name of the layer."""
-        return {f"{prefix}.{self.name}_{part}": getattr(self, part) for part in ("fn", "base", "scale")}
+
+class StreamsHead(StreamWeights):
+    """The weighted sum of all streams behind the last layer."""
+
+    def __init__(self, config: DecoderConfig, sizes: StreamsConfig) -> None:
+        super().__init__(config, sizes, "hc_head", sizes.count, 1)
+
+    def forward(self, streams: torch.Tensor) -> torch.Tensor:
+        """Return [T, hidden_size]. streams: [T, N, hidden_size]."""
+        return self.collapsed(streams, self.logits(streams) * self.scale + self.base)

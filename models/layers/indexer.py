@@ -57,7 +57,7 @@ class Indexer(CachedKeys):
         self.config = config
         self.wq_b = Linear(q_rank, {"wq_b": config.num_heads * config.head_dim})
         self.wk = Linear(hidden_size, {"wk": config.head_dim})
-        self.k_norm = LayerNorm(config.head_dim, NormConfig(eps=1e-6, bias=True))
+        self.k_norm = LayerNorm(config.head_dim, NormConfig(eps=config.eps, bias=True))
         self.weights_proj = empty_parameter(config.num_heads, hidden_size)  # never packed
         self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
 
@@ -102,6 +102,8 @@ class Indexer(CachedKeys):
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> None:
         """Rotate heads in place. heads: [tokens, heads, head_dim]."""
+        if self.config.rotates_last:
+            heads = heads[..., self.head_dim - self.cos_sin_cache.shape[1] :]
         self.rotate(positions, heads, None, self.cos_sin_cache, interleaved=self.config.interleaved)
 
     def _choose(

@@ -16,7 +16,7 @@ from paged.kernels.layers.linear import linear
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import HeadGate, LogPositionGrowth
 from paged.models.layers.config import DecoderConfig, LatentConfig, NormConfig
-from paged.models.layers.decoder import Linear, RmsNorm
+from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
 from paged.models.loading.weights import Destinations
@@ -69,14 +69,20 @@ class LatentAttention(nn.Module):
         assert layer.latent is not None
         self.sizes = sizes = layer.latent
         norms = NormConfig(eps=sizes.eps)
-        hidden, q_size = config.hidden_size, layer.num_heads * (sizes.nope_dim + sizes.rope_dim)
+        hidden, q_head_size = config.hidden_size, sizes.nope_dim + sizes.rope_dim
+        if layer.output_gate:
+            q_head_size += sizes.v_head_dim  # a head's gate stands behind its query
+        q_size = layer.num_heads * q_head_size
         self.down_sizes: dict[str, int] = {}
         self.q_b_proj: Linear | None = None
         if sizes.q_rank is None:
             self.q_proj = Linear(hidden, {"q_proj": q_size})
         else:
             self.down_sizes["q_a_proj"] = sizes.q_rank
-            self.q_b_proj = Linear(sizes.q_rank, {"q_b_proj": q_size})
+            q_inputs = sizes.q_rank
+            if sizes.reads_both:
+                q_inputs *= 2
+            self.q_b_proj = Linear(q_inputs, {"q_b_proj": q_size})
             self.q_norm = RmsNorm(sizes.q_rank, norms)
         self.kv_norm: RmsNorm | None = None
         if layer.shares_kv_with is None:
@@ -92,6 +98,7 @@ class LatentAttention(nn.Module):
         self.gate_proj: HeadGate | None = None
         if layer.head_gate is not None:
             self.gate_proj = HeadGate(hidden, layer)
+        self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         head_size = sizes.nope_dim + sizes.v_head_dim
         self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * head_size})
         self.o_proj = Linear(layer.num_heads * sizes.v_head_dim, {"o_proj": hidden}, bias=layer.o_bias)
@@ -133,8 +140,14 @@ class LatentAttention(nn.Module):
             q = self.q_proj(hidden, metadata.lora)
         else:
             q_latent, _ = self.q_norm(down["q_a_proj"])  # [T, q_rank]
-            q = self.q_b_proj(q_latent)
-        q = q.unflatten(-1, (self.config.num_heads, -1))  # [T, H, nope + rope]
+            q_input = q_latent
+            if sizes.reads_both:
+                q_input = torch.cat([q_latent, down["q_a_proj"]], -1)  # [T, 2 * q_rank]
+            q = self.q_b_proj(q_input)
+        q = q.unflatten(-1, (self.config.num_heads, -1))  # [T, H, nope + rope], or with a gate of v behind it
+        gate: torch.Tensor | None = None
+        if self.config.output_gate:
+            q, gate = q.split((sizes.nope_dim + sizes.rope_dim, sizes.v_head_dim), -1)
 
         # Norm, rotate and write. The rotated part of queries changes in place.
         q_rope = q[..., sizes.nope_dim :]  # [T, H, rope]
@@ -161,6 +174,8 @@ class LatentAttention(nn.Module):
         queries: AttentionMetadata | OutputRows = metadata
         if outputs is not None:
             queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]  # q: [R, H, nope + rope]
+            if gate is not None:
+                gate = gate[outputs.rows]  # [R, H, v]
         if self.query_factors is not None:
             q = (q * self.query_factors[positions]).to(q.dtype)
         if self.growth is not None:
@@ -176,6 +191,8 @@ class LatentAttention(nn.Module):
             if outputs is not None:
                 gate_input = hidden[outputs.rows]
             out *= self.gate_proj.heads(gate_input)  # [R, H, 1 or v]
+        if gate is not None:
+            out *= gate.sigmoid()
         projected: torch.Tensor = self.o_proj(out.flatten(-2), queries.lora)  # [R, hidden_size]
         return projected
 
@@ -215,6 +232,7 @@ class LatentAttention(nn.Module):
             self.sizes,
             self.config.softmax_scale,
             self.k_scale,
+            self.sinks,
         )
         absorbed = split.absorbed
         if absorbed is None:
@@ -275,6 +293,7 @@ class LatentAttention(nn.Module):
             seq_lens=seq_lens,
             max_seqlen_q=queries.max_seqlen_q,
             softmax_scale=self.config.softmax_scale,
+            sinks=self.sinks,
             k_scale=self.k_scale,
             indices=indices,
             plan=queries.plan,
@@ -298,6 +317,8 @@ class LatentAttention(nn.Module):
             destinations |= self.indexer.destinations(f"{prefix}.indexer")
         if self.growth is not None:
             destinations |= self.growth.destinations(f"{prefix}.softmax_scaling")
+        if self.sinks is not None:
+            destinations[f"{prefix}.sinks"] = self.sinks
         return destinations
 
 

@@ -53,7 +53,8 @@ class SparseMoe(nn.Module):
 
     def __init__(self, config: DecoderConfig, moe: MoeConfig) -> None:
         super().__init__()
-        self.config, self.activation, self.is_gated = moe, config.activation, config.gated
+        self.config, self.is_gated = moe, config.gated
+        self.activation = moe.activation or config.activation
         mlp: type[GatedMlp] = GatedMlp
         self.inputs: tuple[str, ...] = (moe.gate_name, moe.up_name)
         self.stacked_names = {"w1": "gate_up_proj", "w2": "down_proj"}

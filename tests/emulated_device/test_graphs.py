@@ -35,6 +35,7 @@ REPLAYED = (
         "gpt_oss",
         "granite_moe_hybrid",
         "hunyuan_moe",
+        "hy_v4",
         "laguna",
         "lfm2_moe",
         "llama4",

@@ -190,6 +190,8 @@ class Families(UserDict[str, str]):
 FAMILIES = Families(
     apertus="Apertus llama3_rope head_dim=16 pad_token_id=0",
     arcee="Arcee biases head_dim=16",
+    axk2="""AXK2 latent indexer routed_experts n_shared_experts=1 mlp_layer_types=['dense','sparse'] gated_norm_rank=4
+        n_group=4 topk_group=2 pad_token_id=0""",
     bailing_hybrid="""BailingHybrid latent local_experts q_lora_rank=None head_dim=24 layer_group_size=2 n_group=4
         topk_group=2 num_local_experts=8 num_experts_per_tok=3 moe_intermediate_size=32 first_k_dense_replace=1
         pad_token_id=0""",
@@ -239,6 +241,8 @@ FAMILIES = Families(
     hunyuan_moe="HunYuanMoEV1 alpha_rope num_experts=4 moe_topk=[2,3] attention_bias=True pad_token_id=0",
     hunyuan_v1_dense="HunYuanDenseV1 tied pad_token_id=0",
     hy_v3="HYV3 head_dim=16 experts num_experts=8 num_experts_per_tok=3 num_shared_experts=2",
+    hy_v4="""HYV4 latent indexer routed_experts n_shared_experts=1 mlp_layer_types=['dense','sparse'] hc_mult=3
+        indexer_types=['full','shared'] pad_token_id=0""",
     kimi_linear="""KimiLinear latent linear_first local_experts q_lora_rank=None linear_head_dim=16 linear_num_heads=4
         num_local_experts=8 num_experts_per_tok=3 moe_intermediate_size=32 n_group=4 topk_group=2 pad_token_id=0""",
     kimi_k3="""KimiLinear latent local_experts kimi_k3 num_hidden_layers=3 num_local_experts=8 num_experts_per_tok=3

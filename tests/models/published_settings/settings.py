@@ -251,6 +251,16 @@ _ROWS = {
         moe=2048 top=8 ep_size=1 model_type='kimi_k2' n_group=1 n_routed_experts=384 n_shared_experts=1
         norm_topk_prob=True num_nextn_predict_layers=0 pretraining_tp=1 q_lora_rank=1536 yarn_k2_64 theta=50000.0
         routed_scaling_factor=2.827 scoring_func='sigmoid' topk_group=1 topk_method='noaux_tc' v=163840""",
+    "skt/A.X-K2-Light": """AXK2 silu no_bias h=2048 i=5120 l=48 q=32 kv=32 max=131072 moe=512 top=8 eps=1e-6
+        first_k_dense_replace=1 gated_norm_rank=16 index_head_dim=128 index_n_heads=16 index_topk=2048 kv_lora_rank=128
+        n_routed_experts=128 n_shared_experts=1 norm_topk_prob=True q_lora_rank=384 qk_nope_head_dim=64
+        qk_rope_head_dim=32 routed_scaling_factor=2.5 theta=10000 untied v_head_dim=64 v=163840""",
+    "tencent/Hy4-preview": """HYV4 silu no_bias h=2816 i=6912 l=34 q=32 kv=32 max=262144 moe=768 top=8 eps=1e-5
+        enable_ihc=True gated_mla=True gating_type='elementwise' hc_eps=1e-6 hc_magnitude=2.0 hc_mult=4
+        hy_v4_indexers index_head_dim=128 index_n_heads=16 index_topk=2048 kv_lora_rank=512 learnable_sink=True
+        n_group=1 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True q_lora_rank=1536 qk_nope_head_dim=192
+        qk_rope_head_dim=64 routed_scaling_factor=2.827 swiglu_limit=10.0 theta=10000 topk_group=1 untied
+        v_head_dim=256 v=120832""",
     "openbmb/MiniCPM3-4B": """MiniCPM3 silu no_bias h=2560 i=6400 l=62 q=40 kv=40 max=32768 dim_model_base=256 eps=1e-5
         kv_lora_rank=256 q_lora_rank=768 qk_nope_head_dim=64 qk_rope_head_dim=32 scale_depth=1.4 scale_emb=12
         minicpm3_rope v=73448 original_max_position_embeddings=32768""",

@@ -153,6 +153,7 @@ WORDS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": [*["dense"] * 3, *["sparse"] * 75],
         "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
     },
+    "hy_v4_indexers": {"indexer_types": ["full", *["full", *["shared"] * 3] * 8, "full"]},
     "ministral3_rope": {"rope_parameters": _MINISTRAL3},
     "gpt_oss_rope": _GPT_OSS,
     "olmo3_rope": _OLMO3,
