@@ -156,16 +156,3 @@ def merged_states(card: Defined, arguments: Arguments, want: Tensors) -> Tensors
     out = rounding(want["out"], arguments["out_a"].dtype)
     out += magnitude * (2 * ELEMENTARY + U * sizes).T.unsqueeze(-1)
     return {"out": out, "lse": 2 * ELEMENTARY * (1 + want["lse"].abs().nan_to_num(posinf=0))}
-
-
-def pooled_keys(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
-    """Return the errors of sums with softmax weights, which are relative to the sums of magnitudes."""
-    rows, bias = arguments["row_cache"].double(), arguments["position_bias"].double()
-    pool_size, dim = bias.shape
-    keys, gates = rows.split(dim, -1)
-    magnitude = card.expected({**arguments, "row_cache": torch.cat([keys.abs(), gates], -1)})["keys"]
-    # A gate with its bias and its distance to the largest one are rounded, and so is the exponential.
-    largest = gates.abs().nan_to_num(0.0, posinf=0.0).amax() + bias.abs().amax()
-    weight_error = 4 * U * largest + ELEMENTARY
-    error = magnitude * (2 * gamma(pool_size) + 2 * weight_error)
-    return {"keys": rounding(want["keys"], arguments["row_cache"].dtype) + error}

@@ -52,8 +52,6 @@ _LATENTS = {"lengths": _LATENT_LENGTHS, "heads": (128, 16, 4), "sizes": same((51
 _BLOCK_INDEX = {"lengths": _LATENT_LENGTHS, "dim": (128, 128, 32)}
 _BY_HEAD = {"heads": same(4), "top_k": same(16), "size": same(128)}
 _INDEXED = {"lengths": _LATENT_LENGTHS, "heads": (64, 16, 16), "dim": (128, 128, 32), "top_k": (2048, 128, 20)}
-# Pools of GLM-5.3-Flash.
-_POOLED = {"tokens": (8192, 512, 100), "dim": (128, 128, 32), "pool": same(16)}
 # Problems of a quick run, one for every option.
 _QUICK = (
     "mixed batch",
@@ -301,27 +299,6 @@ def _scored_blocks_cost(_: Card, arguments: Arguments) -> Cost:
     return Cost(2 * q.shape[1] * q.shape[2] * pairs, moved)
 
 
-def _open_pools(draw: Draw, *, tokens: int, dim: int, pool: int) -> Arguments:
-    """Draw rows of keys and gates in blocks of 4 pools, and the slots of a prompt in a random order of blocks."""
-    block_size = 4 * pool
-    num_blocks = -(-2 * tokens // block_size) + 1
-    slots = draw.permutation(num_blocks)[:, None] * block_size + torch.arange(block_size, device=draw.device)
-    slot_mapping = slots.flatten()[:tokens].clone()
-    if draw.is_odd:
-        slot_mapping[torch.rand(tokens, device=draw.device) < 0.2] = -1
-    row_cache = draw.normal(num_blocks, block_size, 2 * dim)
-    return {"row_cache": row_cache, "position_bias": draw.normal(pool, dim), "slot_mapping": slot_mapping}
-
-
-def _open_pools_cost(_: Card, arguments: Arguments) -> Cost:
-    """Count the rows of closed pools, read once, and 4 operations for each of their numbers."""
-    bias, slots = arguments["position_bias"], arguments["slot_mapping"]
-    pool_size, dim = bias.shape
-    num_rows = pool_size * int(((slots >= 0) & (slots % pool_size == pool_size - 1)).sum())
-    row_bytes = arguments["row_cache"][0, 0].nbytes
-    return Cost(4 * num_rows * dim, num_rows * row_bytes + num_bytes(bias, slots) + len(slots) * row_bytes // 2)
-
-
 def _states(draw: Draw, *, tokens: int, num_heads: int, dim: int) -> Arguments:
     out_a, out_b = draw.normals(2, tokens, num_heads, dim)
     lse_a, lse_b = draw.floats(2, num_heads, tokens)
@@ -465,16 +442,5 @@ CARDS = (
             "local_blocks": (0, 1),
         },
         compiled=compiled_latents.block_index_cases,
-    ),
-    Card(
-        "pool_keys",
-        _open_pools,
-        defined(latent_definition.pool_keys, "keys"),
-        named("keys"),
-        errors=bounds.pooled_keys,
-        cost=_open_pools_cost,
-        rows=(Row(_POOLED),),
-        odd={"tokens": (0, 1, 5, 33), "dim": (24, 16), "pool": (3, 16, 1, 4)},
-        compiled=compiled_latents.pool_cases,
     ),
 )

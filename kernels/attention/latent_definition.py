@@ -177,30 +177,6 @@ def listed_blocks(ids: torch.Tensor, is_block: torch.Tensor, is_open: torch.Tens
     return torch.where(is_chosen, ids, -1).to(torch.int32)
 
 
-def pool_keys(
-    row_cache: torch.Tensor,
-    position_bias: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    compute: torch.dtype = torch.float64,
-) -> torch.Tensor:
-    """Return the key of the pool that each token closes, [num_tokens, head_dim]; zeros where it closes none.
-
-    A key is the sum of softmax(gate + position_bias) * key over the rows (key, gate) of a pool, for every channel.
-    """
-    pool_size, head_dim = position_bias.shape
-    pooled = torch.zeros(len(slot_mapping), head_dim, dtype=compute, device=row_cache.device)
-    (closing,) = torch.where((slot_mapping >= 0) & ((slot_mapping + 1) % pool_size == 0))  # [m]
-    offsets = torch.arange(pool_size, device=slot_mapping.device)
-    slots = slot_mapping[closing, None] - pool_size + 1 + offsets  # [m, pool]
-    block_size = row_cache.shape[1]
-    rows = row_cache[slots // block_size, slots % block_size].to(compute)  # [m, pool, 2 * head_dim]
-    keys, gates = rows.split(head_dim, -1)
-    weights = (gates + position_bias.to(compute)).softmax(1)
-    pooled[closing] = (weights * keys).sum(1)
-    return pooled
-
-
 class _Queries(NamedTuple):
     """Consecutive queries of a sequence. positions: int64 [n]."""
 

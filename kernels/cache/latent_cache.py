@@ -13,6 +13,10 @@ from ..core.errors import InvalidInputError
 # A row of the published fp8 form (FlashMLA, vLLM's "fp8_ds_mla"): 512 e4m3 latents, a float32 scale for each 128 of
 # them, 64 bfloat16 rotated dimensions.
 PACKED_BYTES, PACKED_LATENT, PACKED_ROPE, PACKED_GROUP = 656, 512, 64, 128
+# A record of DeepSeek-V4 (vLLM, 2026): 448 e4m3 codes, 64 bfloat16 rotated dimensions, a UE8M0 scale (a power of two,
+# its exponent as a byte) for each 64 codes, a byte of padding.
+RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
+RECORD_DIM = RECORD_CODES + RECORD_ROPE
 
 
 def latent_kind(kv_cache: torch.Tensor) -> str:
@@ -106,6 +110,57 @@ def dequantized(
     return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
 
 
+class RecordParts(NamedTuple):
+    """Views of records [..., 584]: uint8 codes [..., 448], bfloat16 [..., 64] and uint8 exponents [..., 7]."""
+
+    codes: torch.Tensor
+    rope: torch.Tensor
+    exponents: torch.Tensor
+
+
+def record_parts(records: torch.Tensor) -> RecordParts:
+    """Return the parts of records, uint8 [..., 584]."""
+    start = RECORD_CODES + 2 * RECORD_ROPE
+    rope = records[..., RECORD_CODES:start].view(torch.bfloat16)
+    num_groups = RECORD_CODES // RECORD_GROUP
+    return RecordParts(records[..., :RECORD_CODES], rope, records[..., start : start + num_groups])
+
+
+def encode_records(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [..., 512] as records, uint8 [..., 584].
+
+    The scale of a group is the least power of two that is not below its largest magnitude / 448; NaN, exponent 255, if
+    a number of the group is not finite.
+    """
+    groups = rows[..., :RECORD_CODES].float().unflatten(-1, (-1, RECORD_GROUP))  # [..., 7, 64]
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+    mantissas, exponents = torch.frexp(largest / 448.0)  # a mantissa is at least 0.5 and below 1
+    exponents = exponents - (mantissas == 0.5).int() + 127
+    exponents = exponents.masked_fill(~groups.isfinite().all(-1, keepdim=True), 255)
+    codes = (groups / _powers(exponents)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
+    records = torch.zeros(*rows.shape[:-1], RECORD_BYTES, dtype=torch.uint8, device=rows.device)
+    parts = record_parts(records)
+    parts.codes.copy_(codes.view(torch.uint8))
+    parts.rope.copy_(rows[..., RECORD_CODES:])
+    parts.exponents.copy_(exponents.squeeze(-1))
+    return records
+
+
+def decode_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return records as numbers of a float dtype, [..., 512]."""
+    codes, rope, exponents = record_parts(records)
+    numbers = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, RECORD_GROUP))  # [..., 7, 64]
+    numbers = numbers * _powers(exponents.unsqueeze(-1)).to(dtype)
+    return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2^(exponent - 127) in float32, NaN for 255. The range of exponents is that of float32's normal numbers."""
+    exponents = exponents.int()
+    powers = (exponents << 23).view(torch.float32)
+    return powers.masked_fill(exponents == 255, torch.nan)
+
+
 # Bytes of the float32 scale that follows the e4m3 values of an indexer key.
 INDEX_SCALE_BYTES = 4
 
@@ -140,6 +195,17 @@ def index_keys(rows: torch.Tensor, head_dim: int, dtype: torch.dtype = torch.flo
     return keys.view(torch.float8_e4m3fn).to(dtype) * scales
 
 
+def encode_index_keys(keys: torch.Tensor) -> torch.Tensor:
+    """Return indexer keys [num_tokens, head_dim] as e4m3 codes and a float32 scale, uint8 [..., head_dim + 4]."""
+    wide, head_dim = keys.float(), keys.shape[-1]
+    rows = torch.empty(*keys.shape[:-1], head_dim + INDEX_SCALE_BYTES, dtype=torch.uint8, device=keys.device)
+    codes, scales = index_parts(rows, head_dim)
+    assert scales is not None
+    scales.copy_(wide.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST) / 448.0)
+    codes.copy_((wide / scales).clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    return rows
+
+
 def write_index_keys(keys: torch.Tensor, key_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write indexer keys [num_tokens, head_dim] to their slots of a cache, as `choose_keys` describes it.
 
@@ -148,9 +214,6 @@ def write_index_keys(keys: torch.Tensor, key_cache: torch.Tensor, slot_mapping: 
     """
     block_size = key_cache.shape[1]
     if key_cache.dtype == torch.uint8:
-        wide = keys.float()
-        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST) / 448.0
-        codes = (wide / scales).clamp_(-448, 448).to(torch.float8_e4m3fn)
-        keys = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)], -1)
+        keys = encode_index_keys(keys)
     slots = slot_mapping.clamp(min=0)
     key_cache[slots // block_size, slots % block_size] = keys

@@ -155,7 +155,7 @@ _ARGUMENTS = {
     "qk_norm_rope_and_cache": ("slot_mapping", "positions"),
     "rotary_embedding": ("positions",),
     "concat_and_cache_mla": ("slot_mapping",),
-    "pool_keys": ("slot_mapping",),
+    "write_pooled_entries": ("row_slots", "entry_slots", "positions"),
     "mla_norm_rope_and_cache": ("slot_mapping", "positions"),
     "copy_blocks": ("block_pairs",),
     "add_lora": ("rows", "slots", "ranks"),

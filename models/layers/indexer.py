@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from paged.kernels.attention.choose_blocks import choose_blocks
 from paged.kernels.attention.choose_keys import choose_keys
-from paged.kernels.attention.pool_keys import pool_keys
 from paged.kernels.cache.latent_cache import write_index_keys
+from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import LogPositionGrowth
@@ -160,8 +160,8 @@ class HiddenIndexer(Indexer):
 class PooledIndexer(Indexer):
     """The indexer of GLM-5.3 (Z.ai, 2026): it chooses pools of consecutive tokens, whose keys do not rotate.
 
-    A pool's key is written when its last token is; see `pool_keys` for the formula. A query attends to all tokens of
-    the best pools and to its own pool as far as that is open.
+    A pool's key is written when its last token is; see `write_pooled_entries` for the formula. A query attends to all
+    tokens of the best pools and to its own pool as far as that is open.
 
     key_cache: keys of pools, which lie beside the layer's latents. row_cache: key and gate of each token of open pools,
     [num_blocks, block_size, 2 * head_dim], in a table of their own.
@@ -174,7 +174,8 @@ class PooledIndexer(Indexer):
         super().__init__(hidden_size, q_rank, config)
         self.gate = empty_parameter(config.head_dim, hidden_size)  # never packed
         self.position_bias = empty_parameter(config.pool_size, config.head_dim)
-        self.pool_keys, self.choose_blocks = Bound(pool_keys, by=2), Bound(choose_blocks, step="plan")
+        self.write_pooled_entries = Bound(write_pooled_entries, by=2)
+        self.choose_blocks = Bound(choose_blocks, step="plan")
 
     def set_pools(self, entries: torch.Tensor, table: int, row_cache: torch.Tensor, row_table: int) -> None:
         """Give the indexer the caches of pools and of tokens, and the indices of their block tables."""
@@ -189,12 +190,15 @@ class PooledIndexer(Indexer):
         rows = torch.cat([keys, functional.linear(hidden, self.gate)], -1)  # [T, 2 * head_dim]
         _, row_slots = metadata.table(self.row_table)
         write_index_keys(rows.to(self.row_cache.dtype), self.row_cache, row_slots)
-        pooled = self.pool_keys(self.row_cache, self.position_bias, row_slots)  # [T, head_dim]
-        _, slots = metadata.table(self.table)
-        pool_size = self.config.pool_size  # divides the block size, so that slots count positions of pools
-        is_closing = (slots >= 0) & (slots % pool_size == pool_size - 1)
-        entry_slots = torch.where(is_closing, slots // pool_size, -1)
-        write_index_keys(pooled, self.key_cache, entry_slots)
+        _, entry_slots = metadata.table(self.table)
+        self.write_pooled_entries(
+            self.row_cache,
+            self.key_cache,
+            row_slots,
+            entry_slots,
+            pool_size=self.config.pool_size,
+            position_bias=self.position_bias,
+        )
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> None:
         """Leave heads as they are."""

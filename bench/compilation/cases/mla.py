@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from paged.bench.compilation.cases.attention import planned_launch
-from paged.bench.compilation.cases.case import TARGETS, TENSOR_CORES, CompileCase
+from paged.bench.compilation.cases.case import EVERY_CASE, NATIVE_FP8, TARGETS, TENSOR_CORES, CompileCase
 from paged.bench.compilation.cases.launches import empty, launch_case, launch_of, launches_of, single_case
 from paged.kernels.attention.choose_blocks import _block_ranks_kernel, choose_blocks
 from paged.kernels.attention.choose_keys import _index_scores_kernel, choose_keys
 from paged.kernels.attention.latent_kernel import _mla_attention_kernel
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
-from paged.kernels.attention.pool_keys import pool_keys
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
+from paged.kernels.cache.latent_cache import RECORD_BYTES, RECORD_DIM
+from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 
 _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "rope_slot", "out_token", "out_head")
 _NUM_BLOCKS, _BLOCK_SIZE = 4, 64
@@ -69,12 +70,62 @@ def block_index_cases() -> list[CompileCase]:
 
 
 def pool_cases() -> list[CompileCase]:
-    """Return GLM-5.3's pools in 16 and 32 bits, and a pool of another size."""
-    cases = []
-    for dtype, pool_size in (("bf16", 16), ("fp32", 16), ("bf16", 24)):
-        rows, bias = empty(dtype, 4, 4 * pool_size, 256), empty(dtype, pool_size, 128)
-        cases.append(single_case(f"pool_keys {dtype} pools of {pool_size}", pool_keys, rows, bias, empty("i64", 1)))
+    """Return GLM-5.3's pools, QSA's means, and DeepSeek-V4's sizes in each form of entries."""
+    native = tuple(target for target in EVERY_CASE if target in NATIVE_FP8)
+    others = tuple(target for target in EVERY_CASE if target not in NATIVE_FP8)
+    rotated: dict[str, Any] = {"is_normed": True, "rotary_dim": 64}
+    last = {**rotated, "interleaved": True, "rotates_last": True}
+    cases = [
+        _pool_case("bf16", 16, 128, EVERY_CASE),
+        _pool_case("fp32", 16, 128, EVERY_CASE),
+        _pool_case("bf16", 24, 128, EVERY_CASE),
+        _pool_case("bf16", 4, 256, EVERY_CASE, has_gates=False, **rotated),
+        _pool_case("fp32", 128, 512, EVERY_CASE, entry="bf16", **last),
+    ]
+    for targets in (native, others):
+        cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))
+        cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
     return cases
+
+
+def _pool_case(
+    dtype: str,
+    pool_size: int,
+    head_dim: int,
+    targets: tuple[str, ...],
+    *,
+    entry: str = "",
+    has_gates: bool = True,
+    is_normed: bool = False,
+    rotary_dim: int = 0,
+    **options: Any,
+) -> CompileCase:
+    words = [f"write_pooled_entries {dtype} pools of {pool_size} x {head_dim}", *options]
+    size = head_dim
+    if entry == "u8":
+        size = RECORD_BYTES if head_dim == RECORD_DIM else head_dim + 4
+        words.append("native" if targets[0] in NATIVE_FP8 else "packed")
+    row_size = head_dim
+    if has_gates:
+        row_size *= 2
+        options["position_bias"] = empty(dtype, pool_size, head_dim)
+    if is_normed:
+        options["norm_weight"] = empty("fp32", head_dim)
+    if rotary_dim:
+        options |= {"positions": empty("i64", 1), "cos_sin_cache": empty("fp32", 1, rotary_dim)}
+    rows, entries = empty(dtype, 4, 4 * pool_size, row_size), empty(entry or dtype, 4, 4, size)
+    slots = empty("i64", 1)
+    return single_case(
+        " ".join(words),
+        write_pooled_entries,
+        rows,
+        entries,
+        slots,
+        slots,
+        targets=targets,
+        pool_size=pool_size,
+        **options,
+    )
 
 
 def _block_index_case(

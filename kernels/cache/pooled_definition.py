@@ -1,0 +1,148 @@
+"""Pooled entries as formulas; see `kernels.layers.definition` for what a definition is."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..layers import definition as layers
+from .definition import with_rows, write_rows
+from .latent_cache import (
+    RECORD_BYTES,
+    RECORD_CODES,
+    RECORD_DIM,
+    RECORD_GROUP,
+    decode_records,
+    encode_index_keys,
+    encode_records,
+    index_keys,
+)
+
+
+class Finish(NamedTuple):
+    """What follows the pooling of an entry, as in `write_pooled_entries`."""
+
+    norm_weight: torch.Tensor | None = None
+    eps: float = 1e-6
+    cos_sin_cache: torch.Tensor | None = None
+    interleaved: bool = False
+    rotates_last: bool = False
+
+    def __call__(self, pooled: torch.Tensor, firsts: torch.Tensor | None) -> torch.Tensor:
+        """Normalise and rotate entries [m, head_dim]. firsts: positions of their first tokens, int64 [m]."""
+        entries = pooled
+        if self.norm_weight is not None:
+            entries = layers.rms_norm(entries, self.norm_weight, self.eps, compute=pooled.dtype)
+        if self.cos_sin_cache is not None and firsts is not None:
+            first_rotated = 0
+            if self.rotates_last:
+                first_rotated = entries.shape[1] - self.cos_sin_cache.shape[1]
+            rotated = layers.rotate(
+                entries[:, None, first_rotated:],
+                firsts,
+                self.cos_sin_cache,
+                interleaved=self.interleaved,
+                compute=pooled.dtype,
+            )
+            entries = torch.cat([entries[:, :first_rotated], rotated[:, 0]], 1)
+        return entries
+
+
+def pool_rows(rows: torch.Tensor, position_bias: torch.Tensor | None) -> torch.Tensor:
+    """Return the entry of each pool, [m, head_dim]. rows: [m, slots, row_size], a value, then a gate beside a bias."""
+    if position_bias is None:
+        return rows.mean(1)
+    values, gates = rows.chunk(2, -1)
+    weights = (gates + position_bias.to(rows.dtype)).softmax(1)
+    return (weights * values).sum(1)
+
+
+def closing_tokens(row_slots: torch.Tensor, entry_slots: torch.Tensor, pool_size: int) -> torch.Tensor:
+    """Return the tokens of a step that close a pool, int64 [m]."""
+    is_closing = (row_slots >= 0) & (entry_slots >= 0) & (row_slots % pool_size == pool_size - 1)
+    (closing,) = torch.where(is_closing)
+    return closing
+
+
+def pooled_entries(
+    row_cache: torch.Tensor,
+    row_slots: torch.Tensor,
+    entry_slots: torch.Tensor,
+    *,
+    pool_size: int,
+    position_bias: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    compute: torch.dtype,
+    **finish: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slots of entries that a step closes, int64 [m], and the entries, [m, head_dim]."""
+    closing = closing_tokens(row_slots, entry_slots, pool_size)  # [m]
+    offsets = torch.arange(1 - pool_size, 1, device=row_slots.device)
+    slots = row_slots[closing, None] + offsets  # [m, pool]
+    block_size = row_cache.shape[1]
+    rows = row_cache[slots // block_size, slots % block_size].to(compute)  # [m, pool, row_size]
+    firsts = None
+    if positions is not None:
+        firsts = positions[closing] - pool_size + 1
+    entries = Finish(**finish)(pool_rows(rows, position_bias), firsts)
+    return entry_slots[closing] // pool_size, entries
+
+
+def write_pooled_entries(
+    row_cache: torch.Tensor,
+    entry_cache: torch.Tensor,
+    row_slots: torch.Tensor,
+    entry_slots: torch.Tensor,
+    *,
+    compute: torch.dtype = torch.float64,
+    **options: Any,
+) -> torch.Tensor:
+    """Return the numbers of the cache of entries afterwards, [num_blocks, entries, head_dim], before they are rounded.
+
+    An entry is the sum of softmax(gate + position_bias) * value over the rows of a pool, for every channel, or their
+    mean; then follow norm and rotation.
+    """
+    slots, entries = pooled_entries(row_cache, row_slots, entry_slots, compute=compute, **options)
+    entries = entries + not_finite(entries, entry_cache)
+    return with_rows(decode_entries(entry_cache, entries.shape[1], compute), slots, entries)
+
+
+def write_entries(
+    row_cache: torch.Tensor,
+    entry_cache: torch.Tensor,
+    row_slots: torch.Tensor,
+    entry_slots: torch.Tensor,
+    **options: Any,
+) -> None:
+    """`kernels.cache.write_pooled_entries`. It raises before it writes."""
+    slots, entries = pooled_entries(row_cache, row_slots, entry_slots, compute=torch.float32, **options)
+    write_rows(slots, (entry_cache, encode_entries(entries, entry_cache)))
+
+
+def not_finite(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor:
+    """Return NaN for entries, or groups of them, whose scale is NaN because a number is not finite; 0 for others."""
+    zeros = entries * 0.0
+    if entry_cache.dtype != torch.uint8:
+        return torch.zeros_like(entries)
+    if entry_cache.shape[2] != RECORD_BYTES:
+        return zeros.sum(-1, keepdim=True).expand_as(entries)
+    groups = zeros[:, :RECORD_CODES].unflatten(-1, (-1, RECORD_GROUP))
+    groups = groups.sum(-1, keepdim=True).expand_as(groups).flatten(-2)
+    return torch.cat([groups, torch.zeros_like(zeros[:, RECORD_CODES:])], -1)
+
+
+def encode_entries(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor:
+    """Return entries [m, head_dim] in the form of a cache."""
+    if entry_cache.dtype != torch.uint8:
+        return entries.to(entry_cache.dtype)
+    if entry_cache.shape[2] == RECORD_BYTES:
+        return encode_records(entries)
+    return encode_index_keys(entries)
+
+
+def decode_entries(entry_cache: torch.Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the entries of a cache as numbers of a float dtype, [..., head_dim]."""
+    if entry_cache.dtype == torch.uint8 and (entry_cache.shape[-1], head_dim) == (RECORD_BYTES, RECORD_DIM):
+        return decode_records(entry_cache, dtype)
+    return index_keys(entry_cache, head_dim, dtype)

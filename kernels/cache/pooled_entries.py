@@ -1,0 +1,170 @@
+"""The kernel that writes pooled entries: pool the rows of a token's pool, normalise, rotate, round, write."""
+
+from __future__ import annotations
+
+from ..core.compat import tl, triton
+from ..core.dtypes import SMALLEST, cast_to_cache
+from ..core.launch import wait_for_inputs
+from .latent_cache import RECORD_CODES, RECORD_GROUP
+from .write import slot_offset
+
+# A chunk of a pool is a tile of rows. With 4 warps, 4,096 values and as many gates are 64 registers of a thread.
+TILE_SIZE = 4096
+NUM_WARPS = 4
+_SMALLEST = tl.constexpr(SMALLEST)
+_CODES = tl.constexpr(RECORD_CODES)
+_GROUP = tl.constexpr(RECORD_GROUP)
+
+
+@triton.jit
+def _pooled_entries_kernel(
+    row_ptr,  # [num_blocks, ROW_BLOCK_SIZE, HEAD_DIM or 2 * HEAD_DIM]
+    bias_ptr,  # [POOL_SIZE, HEAD_DIM], or None for means
+    weight_ptr,  # [HEAD_DIM], or None
+    row_slots_ptr,  # int64 [num_tokens]
+    entry_slots_ptr,  # int64 [num_tokens]
+    positions_ptr,  # int64 [num_tokens], or None without a rotation
+    cos_sin_ptr,  # float32 [max_position, ROTARY_DIM], or None
+    entry_ptr,  # [num_blocks, ENTRY_BLOCK_SIZE, size]
+    rope_ptr,  # bfloat16 part of records [num_blocks, ENTRY_BLOCK_SIZE, 64], or None
+    scale_ptr,  # scales of entries in 8 bits, or None
+    eps,
+    stride_row_block,
+    stride_row_slot,
+    stride_bias_position,
+    stride_cos_sin_position,
+    stride_entry_block,
+    stride_entry_slot,
+    stride_rope_block,
+    stride_rope_slot,
+    stride_scale_block,
+    stride_scale_slot,
+    POOL_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    FIRST_ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ROW_BLOCK_SIZE: tl.constexpr,  # a multiple of POOL_SIZE
+    ENTRY_BLOCK_SIZE: tl.constexpr,
+    KIND: tl.constexpr,  # "", "index" or "record"
+    NATIVE_FP8: tl.constexpr,
+):
+    """Write the entry of the pool that one token closes, if it closes one."""
+    wait_for_inputs()
+    token = tl.program_id(0).to(tl.int64)
+    row_slot, entry_slot = tl.load(row_slots_ptr + token), tl.load(entry_slots_ptr + token)
+    if (row_slot < 0) | (entry_slot < 0) | (row_slot % POOL_SIZE != POOL_SIZE - 1):
+        return
+    offs_d = tl.arange(0, DIM_PADDED)
+    in_dim = offs_d < HEAD_DIM
+    largest = tl.full([DIM_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([DIM_PADDED], tl.float32)
+    entry = tl.zeros([DIM_PADDED], tl.float32)
+    for start in range(0, POOL_SIZE, CHUNK):
+        offs_p = start + tl.arange(0, CHUNK)
+        in_pool = offs_p < POOL_SIZE
+        mask = in_pool[:, None] & in_dim[None, :]
+        first = row_slot - POOL_SIZE + 1
+        rows = slot_offset(first, stride_row_block, stride_row_slot, ROW_BLOCK_SIZE) + offs_p * stride_row_slot
+        row_ptrs = row_ptr + rows[:, None] + offs_d[None, :]
+        values = tl.load(row_ptrs, mask=mask, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            gates = tl.load(row_ptrs + HEAD_DIM, mask=mask, other=0.0).to(tl.float32)
+            bias_ptrs = bias_ptr + offs_p[:, None] * stride_bias_position + offs_d[None, :]
+            gates += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
+            gates = tl.where(in_pool[:, None], gates, float("-inf"))
+            entry, largest, total = add_to_softmax(entry, largest, total, values, gates)
+        else:
+            entry += tl.sum(values, 0)
+    if bias_ptr is not None:
+        entry = entry / total
+    else:
+        entry = entry / POOL_SIZE
+    if ROTARY_DIM > 0:
+        cos_sin_ptr += (tl.load(positions_ptr + token) - POOL_SIZE + 1) * stride_cos_sin_position
+    slot = entry_slot // POOL_SIZE
+    entry_ptr += slot_offset(slot, stride_entry_block, stride_entry_slot, ENTRY_BLOCK_SIZE)
+    if KIND == "record":
+        rope_ptr += slot_offset(slot, stride_rope_block, stride_rope_slot, ENTRY_BLOCK_SIZE)
+    if KIND != "":
+        scale_ptr += slot_offset(slot, stride_scale_block, stride_scale_slot, ENTRY_BLOCK_SIZE)
+    store_entry(
+        entry, weight_ptr, cos_sin_ptr, entry_ptr, rope_ptr, scale_ptr, eps, HEAD_DIM, DIM_PADDED, ROTARY_DIM,
+        FIRST_ROTATED, INTERLEAVED, KIND, NATIVE_FP8,
+    )  # fmt: skip
+
+
+@triton.jit
+def add_to_softmax(entry, largest, total, values, gates):
+    """Add rows to sums with weights exp(gate - largest), per channel. values, gates: [CHUNK, DIM_PADDED]."""
+    new_largest = tl.maximum(largest, tl.max(gates, 0))
+    # Without a finite gate until now, all weights are 0: the difference of two infinities would be NaN.
+    unit = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    factor = tl.exp(largest - unit)
+    weights = tl.exp(gates - unit[None, :])
+    entry = entry * factor + tl.sum(weights * values, 0)
+    return entry, new_largest, total * factor + tl.sum(weights, 0)
+
+
+@triton.jit
+def store_entry(
+    entry,  # float32 [DIM_PADDED]
+    weight_ptr,  # [HEAD_DIM], weight of an RMS norm, or None
+    cos_sin_ptr,  # float32 [ROTARY_DIM], of the entry's position
+    entry_ptr,  # the entry's place in the cache: numbers or codes
+    rope_ptr,  # bfloat16 numbers of a record
+    scale_ptr,  # scale of a key of an indexer, or scales of a record
+    eps,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    FIRST_ROTATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Normalise (if there is a weight), rotate and store one entry, in float32, rounded once."""
+    offs_d = tl.arange(0, DIM_PADDED)
+    in_dim = offs_d < HEAD_DIM
+    entry = tl.where(in_dim, entry, 0.0)
+    if weight_ptr is not None:
+        root = tl.sqrt(tl.sum(entry * entry, 0) / HEAD_DIM + eps)
+        entry = entry / root * tl.load(weight_ptr + offs_d, mask=in_dim, other=0.0).to(tl.float32)
+    if ROTARY_DIM > 0:
+        HALF: tl.constexpr = ROTARY_DIM // 2
+        place = offs_d - FIRST_ROTATED
+        is_rotated = (place >= 0) & (place < ROTARY_DIM)
+        if INTERLEAVED:
+            is_first, column = place % 2 == 0, place // 2
+            partner = tl.where(is_first, offs_d + 1, offs_d - 1)
+        else:
+            is_first, column = place < HALF, place % HALF
+            partner = tl.where(is_first, offs_d + HALF, offs_d - HALF)
+        other = tl.gather(entry, tl.where(is_rotated, partner, offs_d), 0)
+        cos = tl.load(cos_sin_ptr + column, mask=is_rotated, other=1.0)
+        sin = tl.load(cos_sin_ptr + HALF + column, mask=is_rotated, other=0.0)
+        entry = tl.where(is_rotated, entry * cos + tl.where(is_first, -other, other) * sin, entry)
+    if KIND == "index":
+        largest = tl.maximum(tl.max(tl.abs(entry), 0), _SMALLEST)
+        not_finite = tl.sum(entry * 0.0, 0)  # NaN if a value is, which codes cannot express
+        tl.store(scale_ptr, largest / 448.0 + not_finite)
+        codes = cast_to_cache(entry * (448.0 / largest), None, tl.uint8, "e4m3", NATIVE_FP8)
+        tl.store(entry_ptr + offs_d, codes, mask=in_dim)
+    elif KIND == "record":
+        groups = entry.reshape(DIM_PADDED // _GROUP, _GROUP)
+        offs_g = tl.arange(0, DIM_PADDED // _GROUP)
+        not_finite = tl.sum(groups * 0.0, 1)
+        largest = tl.maximum(tl.max(tl.abs(groups), 1), _SMALLEST)
+        # Round the scale up to a power of two: add one to the exponent unless the mantissa is 0.
+        bits = (largest / 448.0).to(tl.int32, bitcast=True)
+        exponent = (bits + 0x7FFFFF) >> 23
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+        scales = tl.where(not_finite == 0.0, exponent, 255).to(tl.uint8)
+        tl.store(scale_ptr + offs_g, scales, mask=offs_g < _CODES // _GROUP)
+        codes = cast_to_cache((groups * inverse[:, None]).reshape(DIM_PADDED), None, tl.uint8, "e4m3", NATIVE_FP8)
+        tl.store(entry_ptr + offs_d, codes, mask=offs_d < _CODES)
+        tl.store(rope_ptr + offs_d - _CODES, entry.to(tl.bfloat16), mask=in_dim & (offs_d >= _CODES))
+    else:
+        tl.store(entry_ptr + offs_d, entry.to(entry_ptr.dtype.element_ty), mask=in_dim)

@@ -1,0 +1,251 @@
+"""Write an entry for each pool of consecutive tokens that a step closes, from rows of a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..core.checks import (
+    FLOAT_DTYPES,
+    check_eps,
+    check_is_tensor,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+)
+from ..core.compat import triton
+from ..core.device import use_triton
+from ..core.dtypes import has_native_e4m3
+from ..core.errors import InvalidInputError, as_bool, as_int
+from ..core.ids import Ids, check_all_ids, checks_ids
+from ..core.launch import Compute, Launch, nothing, strides
+from ..core.operation import Run, operation
+from . import pooled_definition
+from .latent_cache import INDEX_SCALE_BYTES, RECORD_BYTES, RECORD_DIM, index_parts, record_parts
+from .pooled_entries import NUM_WARPS, TILE_SIZE, _pooled_entries_kernel
+
+MAX_POOL_SIZE = 256
+MAX_ENTRY_DIM = 512
+
+
+def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
+    """Return the form of entries of `head_dim` numbers: "" for plain numbers, "index" or "record" for 8 bits.
+
+    Raises:
+        InvalidInputError: the cache holds entries of no such form.
+    """
+    check_is_tensor("entry_cache", entry_cache)
+    allowed = (*FLOAT_DTYPES, torch.uint8)
+    check_tensor("entry_cache", entry_cache, ("num_blocks", "entries", "size"), allowed)
+    check_last_dim_contiguous("entry_cache", entry_cache)
+    check_writable("entry_cache", entry_cache)
+    size = entry_cache.shape[2]
+    if entry_cache.dtype != torch.uint8:
+        check_tensor("entry_cache", entry_cache, (*entry_cache.shape[:2], head_dim))
+        return ""
+    if (size, head_dim) == (RECORD_BYTES, RECORD_DIM):
+        is_aligned = not any(number % 2 for number in (entry_cache.data_ptr(), *entry_cache.stride()[:2]))
+        expected, kind = "multiples of 2 bytes", "record"
+    elif size == head_dim + INDEX_SCALE_BYTES:
+        is_aligned = not any(number % 4 for number in (entry_cache.data_ptr(), head_dim, *entry_cache.stride()[:2]))
+        expected, kind = "multiples of 4 bytes", "index"
+    else:
+        raise InvalidInputError(
+            f"entry_cache: {size} bytes an entry of {head_dim}, expected head_dim + {INDEX_SCALE_BYTES}, or "
+            f"{RECORD_BYTES} for {RECORD_DIM}"
+        )
+    if not is_aligned:
+        raise InvalidInputError(f"entry_cache: strides {entry_cache.stride()}, expected {expected}")
+    return kind
+
+
+def entry_tensors(entry_cache: torch.Tensor, head_dim: int, kind: str) -> dict[str, torch.Tensor | None]:
+    """Return the parts of a cache of entries, as the kernel takes them."""
+    if kind == "record":
+        codes, rope, exponents = record_parts(entry_cache)
+        return {"entry_ptr": codes, "rope_ptr": rope, "scale_ptr": exponents}
+    numbers, scales = index_parts(entry_cache, head_dim)
+    return {"entry_ptr": numbers, "rope_ptr": None, "scale_ptr": scales}
+
+
+@operation(mutates=("entry_cache",))
+def write_pooled_entries(
+    row_cache: torch.Tensor,
+    entry_cache: torch.Tensor,
+    row_slots: torch.Tensor,
+    entry_slots: torch.Tensor,
+    *,
+    pool_size: int,
+    position_bias: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    positions: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+    interleaved: bool = False,
+    rotates_last: bool = False,
+) -> Run[None]:
+    """Write the entry of the pool that each token of a step closes; tokens that close none write nothing.
+
+    A pool is pool_size consecutive slots of a block, the last of which closes it. With position_bias, its entry is, for
+    every channel, the sum over its tokens j of softmax_j(gate_j + position_bias_j) * value_j (KPool of GLM-5.3, Z.ai,
+    2026); without, the mean of the values (QSA of Qwen4Exp, Qwen team, 2026). Then follow an RMS norm and a rotation at
+    the position of the pool's first token, each if its arguments are given. All is computed in float32 and rounded
+    once.
+
+    Args:
+        row_cache: [num_blocks, block_size, row_size], float32, float16 or bfloat16, last dimension contiguous;
+            block_size is a multiple of pool_size. A row is a token's value, then its gate if there is a position_bias.
+            The rows of the step's tokens are written already.
+        entry_cache: [num_blocks, entries of a block, size], last dimension contiguous. Plain numbers of any float
+            dtype, or uint8: head_dim e4m3 codes and a float32 scale, largest magnitude / 448, as in `choose_keys`; or
+            records of 584 bytes for a head_dim of 512, see `kernels.cache.latent_cache.encode_records`.
+        row_slots: int64 [num_tokens], block_id * block_size + offset of each token in row_cache; negative for padding.
+        entry_slots: int64 [num_tokens], block_id * (entries of a block * pool_size) + offset of each token in blocks of
+            entry_cache; negative for padding. Entry i of a block is of its positions i * pool_size and following.
+        pool_size: tokens of a pool, 1 to 256.
+        position_bias: [pool_size, head_dim], any float dtype, last dimension contiguous. head_dim is at most 512.
+        norm_weight: [head_dim], any float dtype. eps: added to the mean square.
+        positions: int64 [num_tokens], position of each token.
+        cos_sin_cache, interleaved: as in `rotary_embedding`.
+        rotates_last: whether the last rotary_dim elements rotate, in place of the first.
+
+    Raises:
+        InvalidInputError: a shape, dtype, device or stride does not fit, or a slot or position is out of range. On a
+            GPU slots and positions are checked only with PAGED_CHECK=1.
+        UnsupportedError: an argument requires a gradient.
+    """
+    check_tensor("row_cache", row_cache, ("num_blocks", "block_size", "row_size"), FLOAT_DTYPES)
+    check_last_dim_contiguous("row_cache", row_cache)
+    pool_size = as_int("pool_size", pool_size, low=1, high=MAX_POOL_SIZE)
+    num_blocks, block_size, head_dim = row_cache.shape
+    if position_bias is not None:
+        head_dim //= 2
+        check_tensor("position_bias", position_bias, (pool_size, head_dim), FLOAT_DTYPES, row_cache.device)
+        check_last_dim_contiguous("position_bias", position_bias)
+        check_tensor("row_cache", row_cache, (num_blocks, block_size, 2 * head_dim))
+    if not 1 <= head_dim <= MAX_ENTRY_DIM:
+        raise InvalidInputError(f"row_cache: values of {head_dim}, expected 1 to {MAX_ENTRY_DIM}")
+    if block_size % pool_size or block_size == 0:
+        raise InvalidInputError(f"row_cache: block_size {block_size}, expected a multiple of pool_size {pool_size}")
+    check_tensor("row_slots", row_slots, ("num_tokens",), (torch.int64,), row_cache.device)
+    check_tensor("entry_slots", entry_slots, (len(row_slots),), (torch.int64,), row_cache.device)
+    check_tensor("entry_cache", entry_cache, None, None, row_cache.device)
+    finish = finish_options(
+        entry_cache, head_dim, len(row_slots), norm_weight, eps, positions, cos_sin_cache, interleaved, rotates_last
+    )
+    by_triton, checks = use_triton(row_cache), checks_ids(row_cache)
+    launch: Compute = nothing
+    if by_triton and len(row_slots):
+        dim_padded = triton.next_power_of_2(head_dim)
+        options = {
+            **strides("block slot", row=row_cache),
+            **strides("position", bias=position_bias),
+            "POOL_SIZE": pool_size,
+            "CHUNK": min(triton.next_power_of_2(pool_size), TILE_SIZE // dim_padded),
+            "HEAD_DIM": head_dim,
+            "DIM_PADDED": dim_padded,
+            "ROW_BLOCK_SIZE": block_size,
+            "num_warps": NUM_WARPS,
+            **finish,
+        }
+        launch = Launch(_pooled_entries_kernel, (len(row_slots),), options)
+
+    def run(
+        row_cache: torch.Tensor,
+        entry_cache: torch.Tensor,
+        row_slots: torch.Tensor,
+        entry_slots: torch.Tensor,
+        *,
+        position_bias: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        cos_sin_cache: torch.Tensor | None = None,
+        **_: object,
+    ) -> None:
+        if checks or not by_triton:
+            ids = [
+                Ids("row_slots", row_slots, None, row_cache.shape[0] * block_size - 1),
+                Ids("entry_slots", entry_slots, None, entry_cache.shape[0] * entry_cache.shape[1] * pool_size - 1),
+            ]
+            if cos_sin_cache is not None and positions is not None:
+                ids.append(Ids("positions", positions, 0, len(cos_sin_cache) - 1))
+            check_all_ids("write_pooled_entries", *ids, by_triton=by_triton)
+        if not by_triton:
+            pooled_definition.write_entries(
+                row_cache,
+                entry_cache,
+                row_slots,
+                entry_slots,
+                pool_size=pool_size,
+                position_bias=position_bias,
+                norm_weight=norm_weight,
+                eps=eps,
+                positions=positions,
+                cos_sin_cache=cos_sin_cache,
+                interleaved=interleaved,
+                rotates_last=rotates_last,
+            )
+            return
+        launch(
+            {
+                "row_ptr": row_cache,
+                "bias_ptr": position_bias,
+                "weight_ptr": norm_weight if norm_weight is None else norm_weight.contiguous(),
+                "row_slots_ptr": row_slots.contiguous(),
+                "entry_slots_ptr": entry_slots.contiguous(),
+                "positions_ptr": None if cos_sin_cache is None or positions is None else positions.contiguous(),
+                "cos_sin_ptr": cos_sin_cache,
+                **entry_tensors(entry_cache, head_dim, finish["KIND"]),
+            }
+        )
+
+    return run
+
+
+def finish_options(
+    entry_cache: torch.Tensor,
+    head_dim: int,
+    num_tokens: int,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor | None,
+    interleaved: bool,
+    rotates_last: bool,
+) -> dict[str, Any]:
+    """Return the kernel's arguments for norm, rotation and form of entries.
+
+    Raises:
+        InvalidInputError: an argument does not fit entries of `head_dim`.
+    """
+    kind = entry_kind(entry_cache, head_dim)
+    device = entry_cache.device
+    if norm_weight is not None:
+        check_tensor("norm_weight", norm_weight, (head_dim,), FLOAT_DTYPES, device)
+    rotary_dim = 0
+    if cos_sin_cache is not None:
+        if positions is None:
+            raise InvalidInputError("positions: None, expected them beside cos_sin_cache")
+        check_tensor("positions", positions, (num_tokens,), (torch.int64,), device)
+        check_tensor("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), (torch.float32,), device)
+        check_last_dim_contiguous("cos_sin_cache", cos_sin_cache)
+        rotary_dim = cos_sin_cache.shape[1]
+        if rotary_dim % 2 or rotary_dim > head_dim:
+            expected = f"an even number up to {head_dim}"
+            raise InvalidInputError(f"cos_sin_cache: rotary_dim {rotary_dim}, expected {expected}")
+    first_rotated = 0
+    if as_bool("rotates_last", rotates_last):
+        first_rotated = head_dim - rotary_dim
+    tensors = entry_tensors(entry_cache, head_dim, kind)
+    return {
+        "eps": check_eps(eps),
+        **strides("position", cos_sin=cos_sin_cache),
+        **strides("block slot", entry=tensors["entry_ptr"], rope=tensors["rope_ptr"], scale=tensors["scale_ptr"]),
+        "ROTARY_DIM": rotary_dim,
+        "FIRST_ROTATED": first_rotated,
+        "INTERLEAVED": as_bool("interleaved", interleaved),
+        "ENTRY_BLOCK_SIZE": entry_cache.shape[1],
+        "KIND": kind,
+        "NATIVE_FP8": has_native_e4m3(device),
+    }

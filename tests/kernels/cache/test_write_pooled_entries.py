@@ -1,0 +1,163 @@
+"""Entries of pools: the rule's, in every implementation."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paged.kernels.cache.pooled_entries as kernels
+import paged.kernels.cache.write_pooled_entries as module
+from paged.bench.cards.cards import CARDS
+from paged.bench.cards.draw import Draw
+from paged.kernels.cache import latent_cache, pooled_definition
+from tests.kernels.faulty import exceeds_no_bound_twice, planted, turns_red
+from tests.kernels.refusals import assert_refuses
+
+CARD = CARDS["write_pooled_entries"]
+RECORDS: dict[str, Any] = {
+    "dim": 512,
+    "is_normed": True,
+    "rotary_dim": 64,
+    "interleaved": True,
+    "rotates_last": True,
+    "is_packed": True,
+}
+
+
+def drawn(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
+    """Three decodes behind a prompt's 37 tokens: one closes a pool, one does not, and one is padding."""
+    arguments = CARD.draw(Draw(device, dtype), **{"tokens": 40, "dim": 24, "pool": 4, **options})
+    for name in ("row_slots", "entry_slots"):
+        arguments[name][37:] = torch.tensor([47, 46, -1], device=device)
+    return arguments
+
+
+@pytest.mark.parametrize("has_gates", [True, False])
+def test_the_definition_is_the_rule(has_gates: bool) -> None:
+    """Number by number: pooled, normalised, rotated at the first position of the pool."""
+    options: dict[str, Any] = {"is_normed": True, "rotary_dim": 2, "rotates_last": True, "interleaved": True}
+    arguments = drawn(torch.device("cpu"), dim=4, pool=3, has_gates=has_gates, **options)
+    rows, weight = arguments["row_cache"].double().flatten(0, 1), arguments["norm_weight"].double()
+    bias = arguments["position_bias"].double() if has_gates else None
+    expected = arguments["entry_cache"].double().flatten(0, 1)
+    slots = zip(arguments["row_slots"].tolist(), arguments["entry_slots"].tolist(), strict=True)
+    num_closed = 0
+    for token, (row_slot, entry_slot) in enumerate(slots):
+        if row_slot < 0 or row_slot % 3 != 2:
+            continue
+        num_closed += 1
+        entry = torch.zeros(4, dtype=torch.float64)
+        for channel in range(4):
+            weights = torch.ones(3, dtype=torch.float64)
+            if bias is not None:
+                weights = (rows[row_slot - 2 : row_slot + 1, 4 + channel] + bias[:, channel]).exp()
+            entry[channel] = (weights * rows[row_slot - 2 : row_slot + 1, channel]).sum() / weights.sum()
+        entry *= weight / (entry.square().mean() + 1e-6).sqrt()
+        cos, sin = arguments["cos_sin_cache"][arguments["positions"][token] - 2].double().tolist()
+        a, b = entry[2:].tolist()
+        entry[2:] = torch.tensor([a * cos - b * sin, b * cos + a * sin], dtype=torch.float64)
+        expected[entry_slot // 3] = entry
+    assert num_closed > 6
+    entries = pooled_definition.write_pooled_entries(**arguments)
+    torch.testing.assert_close(entries.flatten(0, 1), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pool": 16, "dim": 128, "is_packed": True},
+        {"pool": 3, "has_gates": False, "is_normed": True, "rotary_dim": 8},
+        {"pool": 24, **RECORDS},
+    ],
+    ids=["keys", "means", "records"],
+)
+def test_every_implementation_agrees(
+    dtype: torch.dtype, options: dict[str, Any], backend: str, device: torch.device
+) -> None:
+    for result in CARD.check(drawn(device, dtype, **options)).values():
+        assert result.first_wrong() is None
+
+
+def test_records_are_their_numbers() -> None:
+    """Group by group, as the published format has it."""
+    rows = torch.randn(5, 512) * torch.logspace(-20, 15, 5)[:, None]
+    rows[1, 64:128] = 0
+    rows[2, 192] = torch.inf
+    rows[3, :64] = 448 * 2.0**-3  # its scale is a power of two already
+    records = latent_cache.encode_records(rows)
+    decoded = latent_cache.decode_records(records)
+    for row, record, numbers in zip(rows, records, decoded, strict=True):
+        assert torch.equal(record[448:576].view(torch.bfloat16), row[448:].bfloat16())
+        assert torch.equal(numbers[448:], row[448:].bfloat16().float())
+        for group in range(7):
+            members = slice(64 * group, 64 * group + 64)
+            exponent, largest = int(record[576 + group]), row[members].abs().max()
+            if not largest.isfinite():
+                assert exponent == 255
+                assert numbers[members].isnan().all()
+                continue
+            scale = 2.0 ** (exponent - 127)
+            assert 224 * scale < max(largest, 2.0**-100) <= 448 * scale
+            codes = (row[members] / scale).to(torch.float8_e4m3fn)
+            assert torch.equal(record[members].view(torch.float8_e4m3fn), codes)
+            assert torch.equal(numbers[members], codes.float() * scale)
+
+
+def test_what_does_not_fit_is_refused(device: torch.device) -> None:
+    arguments = drawn(device)
+    assert_refuses(
+        module.write_pooled_entries,
+        arguments,
+        ("row_cache", arguments["row_cache"][..., :40], "position_bias: shape"),
+        ("row_cache", arguments["row_cache"][:, :15], "row_cache: block_size 15, expected a multiple of pool_size 4"),
+        ("entry_cache", arguments["entry_cache"][..., :20], "entry_cache: shape"),
+        (
+            "entry_cache",
+            arguments["entry_cache"].new_zeros(2, 4, 24, dtype=torch.uint8),
+            "entry_cache: 24 bytes an entry",
+        ),
+        ("pool_size", 257, "pool_size"),
+        ("position_bias", arguments["position_bias"].long(), "position_bias: dtype"),
+        ("norm_weight", arguments["position_bias"][0, :8], "norm_weight: shape"),
+        ("row_slots", arguments["row_slots"] + 96, "row_slots"),
+        ("entry_slots", arguments["entry_slots"] + 96, "entry_slots"),
+    )
+
+
+# fault -> (text of the kernel, what the faulty copy has instead)
+MUTATIONS = {
+    "no fault": ("", ""),
+    "a pool closes one token early": (
+        "(row_slot % POOL_SIZE != POOL_SIZE - 1)",
+        "(row_slot % POOL_SIZE != POOL_SIZE - 2)",
+    ),
+    "the pool one token late": ("row_slot - POOL_SIZE + 1", "row_slot - POOL_SIZE + 2"),
+    "the entry of the next pool": ("slot = entry_slot // POOL_SIZE", "slot = entry_slot // POOL_SIZE + 1"),
+    "no bias": ("gates += tl.load(bias_ptrs", "gates += 0 * tl.load(bias_ptrs"),
+    "gates are values": ("tl.load(row_ptrs + HEAD_DIM", "tl.load(row_ptrs"),
+    "padding has weight": ('tl.where(in_pool[:, None], gates, float("-inf"))', "gates"),
+    "sums for means": ("entry = entry / total", "entry = entry"),
+    "sums keep their unit": ("entry = entry * factor", "entry = entry"),
+    "no norm": ("entry = entry / root", "entry = entry"),
+    "rotated at the last position": (
+        "tl.load(positions_ptr + token) - POOL_SIZE + 1",
+        "tl.load(positions_ptr + token)",
+    ),
+    "the first elements rotate": ("place = offs_d - FIRST_ROTATED", "place = offs_d"),
+    "rotated back": ("tl.where(is_first, -other, other)", "tl.where(is_first, other, -other)"),
+    "the scale of a neighbour": ("tl.store(scale_ptr + offs_g, scales", "tl.store(scale_ptr + (offs_g ^ 1), scales"),
+    "scales are rounded down": ("(bits + 0x7FFFFF) >> 23", "bits >> 23"),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
+    text, replacement = MUTATIONS[fault]
+    with planted((kernels, module), (), tmp_path, text, replacement):
+        faulty = dataclasses.replace(CARD, function=module.write_pooled_entries)
+        is_found = turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=11, **RECORDS))
+    assert is_found == (fault != "no fault")
