@@ -84,6 +84,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.attention.paged_attention": ("paged_attention",),
     "paged.kernels.attention.choose_blocks": ("choose_blocks",),
     "paged.kernels.attention.choose_keys": ("choose_keys",),
+    "paged.kernels.attention.paged_compressed_attention": ("paged_compressed_attention",),
     "paged.kernels.attention.paged_mla_attention": ("paged_mla_attention",),
     "paged.kernels.cache.qk_norm_rope_and_cache": ("qk_norm_rope_and_cache",),
     "paged.kernels.cache.canaries": ("check_canaries", "write_canaries"),

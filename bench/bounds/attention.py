@@ -114,25 +114,90 @@ def latent_attention(card: Defined, arguments: Arguments, want: Tensors) -> Tens
             if not len(keys):
                 continue
             latents = cache[table[keys // block_size], keys % block_size]  # [n, D]
-            values = latents[:, :size]
-            scores = q[row] @ latents.T * scale  # [H, n]
-            products = q[row].abs() @ latents.abs().nan_to_num(posinf=0).T  # [H, n]
-            score = abs(scale) * products * (gamma(q.shape[2]) + 2 * ELEMENTARY)
-            if is_packed:
-                score = score + abs(scale) * u * independent(products, q[row].square() @ latents.square().T)
-            score = score.amax(1) + 2 * ELEMENTARY  # [H]
-            all_scores = scores
-            if sinks is not None:
-                score = score + 2 * ELEMENTARY * sinks.double().abs()
-                all_scores = torch.cat([scores, sinks.double()[:, None]], 1)
-            lse = all_scores.logsumexp(1)
-            weights = (scores - lse[:, None]).exp()  # [H, n]
-            magnitude = weights @ values.abs()
-            roundings = u * independent(magnitude, weights.square() @ values.square())
-            error[row] += (1 + is_packed) * roundings
-            error[row] += magnitude * (2 * gamma(len(keys)) + 2 * score[:, None] + 2 * ELEMENTARY)
-            lse_error[:, row] = _lse_error(lse, score, len(keys))
+            row_error, lse_error[:, row] = _row_errors(q[row], latents, latents[:, :size], scale, sinks, u, is_packed)
+            error[row] += row_error
     return {"out": error, "lse": lse_error}
+
+
+def _row_errors(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    u: float,
+    is_rounded: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the errors of a query's output before it is rounded, [H, Dv], and of its log-sum-exps, [H].
+
+    q: [H, D]. keys: [n, D]. values: [n, Dv]. is_rounded: whether keys are scaled and then rounded to units of u.
+    """
+    scores = q @ keys.T * scale  # [H, n]
+    products = q.abs() @ keys.abs().nan_to_num(posinf=0).T  # [H, n]
+    score = abs(scale) * products * (gamma(q.shape[1]) + 2 * ELEMENTARY)
+    if is_rounded:
+        score = score + abs(scale) * u * independent(products, q.square() @ keys.square().T)
+    score = score.amax(1) + 2 * ELEMENTARY  # [H]
+    all_scores = scores
+    if sinks is not None:
+        score = score + 2 * ELEMENTARY * sinks.double().abs()
+        all_scores = torch.cat([scores, sinks.double()[:, None]], 1)
+    lse = all_scores.logsumexp(1)
+    weights = (scores - lse[:, None]).exp()  # [H, n]
+    magnitude = weights @ values.abs()
+    roundings = u * independent(magnitude, weights.square() @ values.square())
+    error = (1 + is_rounded) * roundings
+    error = error + magnitude * (2 * gamma(len(keys)) + 2 * score[:, None] + 2 * ELEMENTARY)
+    return error, _lse_error(lse, score, len(keys))
+
+
+def compressed_attention(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    q, scale, sinks = arguments["q"].double(), arguments["softmax_scale"], arguments.get("sinks")
+    u = unit(arguments["q"].dtype)
+    offsets = arguments["cu_seqlens_q"].tolist()
+    error = torch.zeros_like(q)  # [T, H, D]
+    lse_error = 2 * ELEMENTARY * (1 + want["lse"].abs().nan_to_num(posinf=0))  # of rows that see their sink alone
+    for seq, seq_len in enumerate(arguments["seq_lens"].tolist()):
+        for row in range(offsets[seq], offsets[seq + 1]):
+            position = seq_len - offsets[seq + 1] + row
+            keys = _keys_of_window_and_entries(arguments, seq, row, position)
+            if not len(keys):
+                continue
+            row_error, lse_error[:, row] = _row_errors(q[row], keys, keys, scale, sinks, u, False)
+            table = arguments.get("cos_sin_cache")
+            if table is not None:
+                _rotate_error(row_error, keys.abs().amax(0), table[position].double())
+            error[row] = row_error
+    return {"out": error + rounding(want["out"], arguments["q"].dtype), "lse": lse_error}
+
+
+def _keys_of_window_and_entries(arguments: Arguments, seq: int, row: int, position: int) -> torch.Tensor:
+    """Return the numbers of all keys that a query sees, [n, D]."""
+    cache, entries = arguments["kv_cache"], arguments.get("entry_cache")
+    positions = torch.arange(max(position - arguments["sliding_window"] + 1, 0), max(position + 1, 0))
+    blocks = arguments["block_table"][seq].long()[positions // cache.shape[1]]
+    keys: torch.Tensor = cache[blocks, positions % cache.shape[1]].double()
+    if entries is None:
+        return keys
+    num_entries = max(position + 1, 0) // arguments["pool_size"]
+    ids = torch.arange(num_entries)
+    if arguments.get("indices") is not None:
+        ids = arguments["indices"][row].long()
+        ids = ids[(ids >= 0) & (ids < num_entries)]
+    blocks = arguments["entry_table"][seq].long()[ids // entries.shape[1]]
+    return torch.cat([keys, entries[blocks, ids % entries.shape[1]].double()])
+
+
+def _rotate_error(error: torch.Tensor, largest: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """Add up the errors of pairs that a rotation mixes, and its own of three roundings, in place.
+
+    error: [H, D]. largest: [D], the largest value of each dimension. cos_sin: [rotary_dim].
+    """
+    rotary_dim = len(cos_sin)
+    cos, sin = cos_sin.abs().chunk(2)
+    bound = error + 3 * U * largest
+    a, b = bound[:, -rotary_dim:].unflatten(-1, (-1, 2)).unbind(-1)  # [H, rotary_dim / 2]
+    error[:, -rotary_dim:] = torch.stack([a * cos + b * sin, b * cos + a * sin], -1).flatten(-2)
 
 
 def _latent_numbers(arguments: Arguments) -> torch.Tensor:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from paged.bench.cards import attention, cache, canaries, entries, layers, lora, moe, quantization, recurrent, sampling
+from paged.bench.cards import (
+    attention,
+    cache,
+    canaries,
+    compressed,
+    entries,
+    layers,
+    lora,
+    moe,
+    quantization,
+    recurrent,
+    sampling,
+)
 from paged.bench.cards.card import Card
 from paged.errors import InvalidInputError
 
-_FAMILIES = (attention, cache, canaries, entries, layers, lora, moe, quantization, recurrent, sampling)
+_FAMILIES = (attention, cache, canaries, compressed, entries, layers, lora, moe, quantization, recurrent, sampling)
 CARDS: dict[str, Card] = {card.name: card for family in _FAMILIES for card in family.CARDS}
 
 

@@ -58,6 +58,8 @@ _KNOWN_SPILLS = {
         "paged_attention decode 16 x 64 D=128 bf16 int8 cache boxes for sm_90": 8,
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_100": 5,
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_103": 5,
+        "paged_compressed_attention 64 heads bf16 pools of 128 64 x 32 for sm_90": 8,
+        "paged_compressed_attention 64 heads bf16 pools of 4 chosen 64 x 32 for sm_90": 16,
     },
 }
 

@@ -12,6 +12,7 @@ from ..cache.latent_cache import latent_kind
 from ..core.device import LARGE_SHARED_MEMORY, device_of
 from ..core.dtypes import KV_KINDS, kv_kind
 from ..core.errors import InvalidInputError, as_int, shown
+from ..core.ids import Sequences
 from . import tiles
 from .keys import NO_LIMIT
 from .plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
@@ -213,6 +214,13 @@ class MlaCall(NamedTuple):
         )
 
 
+def returned_results(arguments: Mapping[str, Any], results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
+    """Return what an operation returns: out and lse, or out alone without `return_lse`."""
+    if arguments.get("return_lse"):
+        return results
+    return results[0]
+
+
 def checked_window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Return a window as in `AttentionCall`; raise InvalidInputError unless it is two numbers from -1."""
     try:
@@ -227,6 +235,68 @@ def _window_side(name: str, size: int) -> int:
     if size == -1:
         return NO_LIMIT
     return min(size, NO_LIMIT)
+
+
+class CompressedCall(NamedTuple):
+    """Arguments of `paged_compressed_attention`, checked, with defaults filled in; out: None for a new output."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    entry_cache: torch.Tensor | None
+    block_table: torch.Tensor
+    entry_table: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seqlen_q: int
+    indices: torch.Tensor | None
+    sinks: torch.Tensor | None
+    cos_sin_cache: torch.Tensor | None
+    softmax_scale: float
+    sliding_window: int
+    pool_size: int
+    deterministic: bool
+    return_lse: bool
+    out: torch.Tensor | None
+
+    @property
+    def out_strides(self) -> tuple[int, int]:
+        """Distances between two tokens and two heads of the output."""
+        return _out_strides(self.out, self.q.shape[1], self.q.shape[2])
+
+    @property
+    def shape(self) -> MlaShape:
+        """The shape that schedules depend on. Each token is a sequence of its own, as with chosen keys."""
+        num_tokens, num_heads, head_dim = self.q.shape
+        return MlaShape(
+            num_tokens=num_tokens,
+            num_kv_heads=1,
+            group=num_heads,
+            head_dim=head_dim,
+            v_head_dim=head_dim,
+            element_size=self.q.element_size(),
+            window=(NO_LIMIT, NO_LIMIT),
+            kind=latent_kind(self.kv_cache),
+            chosen=True,
+            deterministic=self.deterministic,
+        )
+
+    def entry_ids(self) -> Sequences | None:
+        """Return the ids that decide which blocks of entries are read, those of closed pools; None without entries."""
+        if self.entry_cache is None or self.entry_table is None:
+            return None
+        num_blocks, block_size = self.entry_cache.shape[:2]
+        return Sequences(
+            self.entry_table,
+            self.cu_seqlens_q,
+            self.seq_lens // self.pool_size * self.pool_size,
+            num_tokens=len(self.q),
+            num_blocks=num_blocks,
+            block_size=block_size * self.pool_size,
+            max_seqlen_q=min(int(self.max_seqlen_q), len(self.q)),
+            window_left=NO_LIMIT,
+            keys_at_once=1,
+            table_name="entry_table",
+        )
 
 
 def _box_keys(cache: torch.Tensor, arch: str) -> int:

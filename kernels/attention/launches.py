@@ -13,7 +13,7 @@ from ..core.dtypes import as_kernel_argument, has_native_e4m3
 from ..core.ids import Sequences, check_sequences, checks_on_device
 from ..core.launch import Box, Launch, strides
 from ..core.operation import Run
-from .call import AttentionCall, MlaCall
+from .call import AttentionCall, CompressedCall, MlaCall
 from .chosen_kernel import _chosen_attention_kernel
 from .keys import NO_LIMIT
 from .latent_kernel import _mla_attention_kernel
@@ -28,7 +28,7 @@ TileArguments = Callable[[AttentionTile], tuple[dict[str, Any], Mapping[str, Box
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
     """Return a function that computes calls of `paged_attention` like this one in the plan's step."""
-    ids = _checked_ids(
+    ids = checked_ids(
         call,
         call.k_cache,
         window_left=call.window[0],
@@ -36,7 +36,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         chunk_size=call.chunk_size or NO_LIMIT,
     )
     bound_plan, return_lse, v_head_dim = reference_to(plan), call.return_lse, call.v_cache.shape[3]
-    launches = _attention_launches(call, plan or _own_plan(call, call.k_cache))
+    launches = _attention_launches(call, plan or own_plan(call, call.k_cache))
 
     def run(
         q: torch.Tensor,
@@ -73,7 +73,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         for launch in launches:
             launch(arguments)
         if not launches:
-            _clear(out, lse)
+            clear(out, lse)
         if lse is None:
             return out
         return out, lse
@@ -83,9 +83,9 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
 
 def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
     """Return a function that computes calls of `paged_mla_attention` like this one in the plan's step."""
-    ids = _checked_ids(call, call.kv_cache, window_left=call.window[0], keys_at_once=1)
+    ids = checked_ids(call, call.kv_cache, window_left=call.window[0], keys_at_once=1)
     bound_plan, return_lse, v_head_dim = reference_to(plan), call.return_lse, call.v_head_dim
-    launches = _latent_launches(call, plan or _own_plan(call, call.kv_cache))
+    launches = _latent_launches(call, plan or own_plan(call, call.kv_cache))
 
     def run(
         q: torch.Tensor,
@@ -121,7 +121,7 @@ def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
         for launch in launches:
             launch(arguments)
         if not launches:
-            _clear(out, lse)
+            clear(out, lse)
         if lse is None:
             return out
         return out, lse
@@ -129,14 +129,14 @@ def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
     return run
 
 
-def _own_plan(call: AttentionCall | MlaCall, cache: torch.Tensor) -> AttentionPlan:
+def own_plan(call: AttentionCall | MlaCall | CompressedCall, cache: torch.Tensor) -> AttentionPlan:
     """Return a plan for this call alone."""
     max_seqlen_k = call.block_table.shape[1] * cache.shape[1]
     return AttentionPlan(call.cu_seqlens_q, call.seq_lens, max_seqlen_q=call.max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
-def _checked_ids(
-    call: AttentionCall | MlaCall,
+def checked_ids(
+    call: AttentionCall | MlaCall | CompressedCall,
     cache: torch.Tensor,
     *,
     window_left: int,
@@ -163,7 +163,7 @@ def _checked_ids(
     return None
 
 
-def _clear(out: torch.Tensor, lse: torch.Tensor | None) -> None:
+def clear(out: torch.Tensor, lse: torch.Tensor | None) -> None:
     """Fill the results of calls whose rows are all padding."""
     out.zero_()
     if lse is not None:
@@ -209,7 +209,7 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
                 boxes[name] = Box(cache.shape, cache.stride(), (1, tile.block_n, 1, size))
         return {"USE_TMA": tile.by_tma, "EDGE_STAGES": tile.edge_stages}, boxes
 
-    return _launches(_attention_kernel, call, shape, plan, arguments, by_tile, call.is_causal)
+    return launches_of_tiles(_attention_kernel, call, shape, plan, arguments, by_tile, call.is_causal)
 
 
 def _chosen_launches(call: AttentionCall, plan: AttentionPlan, arguments: Mapping[str, Any]) -> list[Launch]:
@@ -228,7 +228,7 @@ def _chosen_launches(call: AttentionCall, plan: AttentionPlan, arguments: Mappin
         **strides("token head", chosen=chosen),
         "CHOSEN_SIZE": size,
     }
-    return _launches(_chosen_attention_kernel, call, call.shape, token_plan, arguments, lambda _: ({}, {}))
+    return launches_of_tiles(_chosen_attention_kernel, call, call.shape, token_plan, arguments, lambda _: ({}, {}))
 
 
 def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
@@ -258,7 +258,7 @@ def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
     def by_tile(tile: AttentionTile) -> tuple[dict[str, Any], Mapping[str, Box]]:
         return {"ONE_LOOP": shape.chosen or has_window or tile.block_m > ONE_LOOP_ROWS}, {}
 
-    return _launches(_mla_attention_kernel, call, shape, plan, arguments, by_tile)
+    return launches_of_tiles(_mla_attention_kernel, call, shape, plan, arguments, by_tile)
 
 
 def _lengths(plan: AttentionPlan) -> dict[str, torch.Tensor]:
@@ -266,9 +266,9 @@ def _lengths(plan: AttentionPlan) -> dict[str, torch.Tensor]:
     return {"cu_seqlens_q_ptr": plan.cu_seqlens_q, "seq_lens_ptr": plan.seq_lens}
 
 
-def _launches(
+def launches_of_tiles(
     kernel: Any,
-    call: AttentionCall | MlaCall,
+    call: AttentionCall | MlaCall | CompressedCall,
     shape: PlanShape,
     plan: AttentionPlan,
     arguments: Mapping[str, Any],

@@ -21,7 +21,7 @@ from ..core.dtypes import KV_KINDS
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Arguments, Run, operation
 from . import launches, without_triton
-from .call import AttentionCall, checked_window
+from .call import AttentionCall, checked_window, returned_results
 from .keys import NO_LIMIT
 from .plan import AttentionPlan, check_plan
 
@@ -43,12 +43,6 @@ def decode_causal(arguments: Arguments) -> None:
         arguments["causal"] = is_causal
 
 
-def _finish(arguments: Arguments, results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    if arguments.get("return_lse"):
-        return results
-    return results[0]
-
-
 def new_output(
     q: torch.Tensor, v_cache: torch.Tensor, device: Any = None, **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +55,7 @@ def new_output(
 ATTENTION_OP: dict[str, Any] = {
     "results": "Tensor out, Tensor lse",
     "decode": decode_causal,
-    "finish": _finish,
+    "finish": returned_results,
 }
 
 

@@ -10,9 +10,9 @@ from ..cache.latent_cache import check_latent_cache, check_latent_scale
 from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor, check_writable
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
-from ..core.operation import Arguments, Run, operation
+from ..core.operation import Run, operation
 from . import launches, without_triton
-from .call import MlaCall, checked_window
+from .call import MlaCall, checked_window, returned_results
 from .keys import NO_LIMIT
 from .plan import AttentionPlan, check_plan
 
@@ -23,18 +23,12 @@ def _new_output(q: torch.Tensor, v_head_dim: int, **_: object) -> tuple[torch.Te
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
 
 
-def _finish(arguments: Arguments, results: list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
-    if arguments.get("return_lse"):
-        return results
-    return results[0]
-
-
 @operation(
     _new_output,
     results="Tensor out, Tensor lse",
     arguments={"plan": "", "return_lse": ""},
     decode=lambda arguments: arguments.update(return_lse=True),
-    finish=_finish,
+    finish=returned_results,
     step="plan",
 )
 def paged_mla_attention(

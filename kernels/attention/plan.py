@@ -177,7 +177,7 @@ class AttentionPlan:
         self.runs: dict[Any, dict[Any, Any]] = {}
         # Groups of queries of the definition, which all layers share.
         self.query_groups: dict[Any, Any] = {}
-        self._token_plans: dict[tuple[int, int, bool], tuple[AttentionPlan, torch.Tensor]] = {}
+        self._token_plans: dict[tuple[int, ...], tuple[AttentionPlan, torch.Tensor]] = {}
         self._schedules: dict[tuple[PlanShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
     def schedules(self, shape: PlanShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:
@@ -293,20 +293,53 @@ def plan_of_tokens(
     """
     key = num_tokens, num_keys, causal
     if key not in step._token_plans:
-        offsets, lengths = step.cu_seqlens_q, step.seq_lens
-        tokens = torch.arange(num_tokens + 1, dtype=torch.int32, device=offsets.device)
-        seqs = torch.searchsorted(offsets[1:], tokens[:-1], right=True).clamp_(max=len(lengths) - 1)
-        ends = lengths[seqs]
-        if causal:
-            ends = ends.minimum(ends - offsets[seqs + 1] + tokens[:-1] + 1)
-        plan = AttentionPlan(
-            tokens.minimum(offsets[-1]),  # padding rows have no query
-            torch.full_like(tokens[:-1], num_keys),
-            max_seqlen_q=1,
-            max_seqlen_k=num_keys,
-        )
-        step._token_plans[key] = plan, torch.stack([seqs.to(torch.int32), ends])
+        token_keys = _token_keys(step, num_tokens, causal=causal)
+        plan = _token_plan(step, torch.full_like(token_keys[0], num_keys), num_keys)
+        step._token_plans[key] = plan, token_keys
     return step._token_plans[key]
+
+
+def plan_of_entries(
+    step: AttentionPlan, num_tokens: int, *, sliding_window: int, block_n: int, pool_size: int, num_indices: int
+) -> tuple[AttentionPlan, torch.Tensor]:
+    """Return a plan like `plan_of_tokens` in which a token's keys are those of its window, and then its entries.
+
+    The window takes the whole blocks of block_n keys that it touches, so that entries begin a block.
+
+    num_indices: entries that each token chooses; 0 for all entries of closed pools. pool_size: 0 for no entries.
+    """
+    key = num_tokens, sliding_window, block_n, pool_size, num_indices
+    if key not in step._token_plans:
+        token_keys = _token_keys(step, num_tokens, causal=True)
+        ends = token_keys[1].clamp(min=0)
+        first_blocks = (ends - sliding_window).clamp(min=0) // block_n
+        lengths = ((ends + block_n - 1) // block_n - first_blocks) * block_n
+        most_entries = num_indices
+        if num_indices:
+            lengths = lengths + num_indices
+        elif pool_size:
+            lengths = lengths + ends // pool_size
+            most_entries = step.max_seqlen_k // pool_size
+        most_keys = min(sliding_window, step.max_seqlen_k) + 2 * block_n + most_entries
+        step._token_plans[key] = _token_plan(step, lengths, most_keys), token_keys
+    return step._token_plans[key]
+
+
+def _token_keys(step: AttentionPlan, num_tokens: int, *, causal: bool) -> torch.Tensor:
+    """Return int32 [2, num_tokens]: each token's sequence, and one past the last position that it sees."""
+    offsets, lengths = step.cu_seqlens_q, step.seq_lens
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=offsets.device)
+    seqs = torch.searchsorted(offsets[1:], tokens, right=True).clamp_(max=len(lengths) - 1)
+    ends = lengths[seqs]
+    if causal:
+        ends = ends.minimum(ends - offsets[seqs + 1] + tokens + 1)
+    return torch.stack([seqs.to(torch.int32), ends])
+
+
+def _token_plan(step: AttentionPlan, lengths: torch.Tensor, max_seqlen_k: int) -> AttentionPlan:
+    """Return a plan of sequences of one query; rows of padding have none. lengths: int32 [num_tokens]."""
+    tokens = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    return AttentionPlan(tokens.minimum(step.cu_seqlens_q[-1]), lengths, max_seqlen_q=1, max_seqlen_k=max_seqlen_k)
 
 
 def check_plan(

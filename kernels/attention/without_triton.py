@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ..core.device import takes_numba
-from ..core.ids import Sequences, check_sequences_on_host
+from ..core.ids import Sequences, check_ids_on_host, check_sequences_on_host
 from ..core.operation import Run
 from ..cpu.recording import recording
-from . import definition, latent_definition
-from .call import AttentionCall, MlaCall
+from . import compressed_definition, definition, latent_definition
+from .call import AttentionCall, CompressedCall, MlaCall
 from .keys import NO_LIMIT
 from .plan import AttentionPlan, outputs, reference_to
 
@@ -128,6 +128,51 @@ def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
         results = latent_definition.paged_mla_attention(
             q, kv_cache, **lengths, **options, sinks=sinks, k_scale=k_scale, indices=indices
         )
+        return _rounded(results, q.dtype, out, return_lse=return_lse)
+
+    return run
+
+
+def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
+    """Return a function that computes calls of `paged_compressed_attention` like this one."""
+    del plan  # not used: every call reads the lengths itself
+    return_lse, window_left = call.return_lse, call.sliding_window - 1
+    options: dict[str, Any] = {
+        "softmax_scale": call.softmax_scale,
+        "sliding_window": call.sliding_window,
+        "pool_size": call.pool_size,
+        "compute": torch.float32,
+    }
+
+    def run(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        entry_cache: torch.Tensor | None = None,
+        *,
+        block_table: torch.Tensor,
+        entry_table: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_seqlen_q: int,
+        indices: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        cos_sin_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> Any:
+        _note_read("paged_compressed_attention")
+        lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
+        _check(q, kv_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_left)
+        tensors = {"q": q, "entry_cache": entry_cache, "entry_table": entry_table, **lengths}
+        entry_ids = call._replace(max_seqlen_q=max_seqlen_q, **tensors).entry_ids()
+        if entry_ids is not None:
+            check_sequences_on_host(entry_ids)
+        if cos_sin_cache is not None:
+            check_ids_on_host("seq_lens", seq_lens, 0, len(cos_sin_cache))
+        results = compressed_definition.paged_compressed_attention(
+            q, kv_cache, entry_cache, block_table=block_table, entry_table=entry_table, **lengths, **options,
+            indices=indices, sinks=sinks, cos_sin_cache=cos_sin_cache,
+        )  # fmt: skip
         return _rounded(results, q.dtype, out, return_lse=return_lse)
 
     return run

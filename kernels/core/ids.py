@@ -262,6 +262,7 @@ class Sequences(NamedTuple):
         window_left: keys before a query that the query sees.
         keys_at_once: size of a tile of keys. A tile is read whole if a query sees one of its keys.
         chunk_size: queries see only keys of their own chunk; larger than any position if there are no chunks.
+        table_name: the argument's name, for errors of a check on the host.
     """
 
     block_table: torch.Tensor
@@ -274,6 +275,7 @@ class Sequences(NamedTuple):
     window_left: int
     keys_at_once: int
     chunk_size: int = 1 << 30
+    table_name: str = "block_table"
 
 
 def check_sequences(sequences: Sequences) -> None:
@@ -317,7 +319,7 @@ def check_sequences_on_host(sequences: Sequences) -> None:
     seqs, wrong_columns = (is_read & ((table < 0) | (table >= num_blocks))).nonzero()
     if len(seqs):
         index = int(seqs[0]), int(wrong_columns[0])
-        _refuse("block_table", list(index), int(table[index]), 0, num_blocks - 1)
+        _refuse(sequences.table_name, list(index), int(table[index]), 0, num_blocks - 1)
 
 
 def check_sequences_on_device(sequences: Sequences) -> None:

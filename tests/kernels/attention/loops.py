@@ -164,6 +164,55 @@ def paged_mla_attention(
     return out, lse
 
 
+def paged_compressed_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    entry_cache: torch.Tensor | None = None,
+    *,
+    block_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    softmax_scale: float,
+    sliding_window: int,
+    entry_table: torch.Tensor | None = None,
+    pool_size: int = 1,
+    indices: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    cos_sin_cache: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`paged_compressed_attention`'s out and lse, one row and one head at a time; pairs turn as complex numbers."""
+    q, cache, out = f64(q), f64(kv_cache), torch.zeros_like(f64(q))
+    lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
+    offsets = cu_seqlens_q.tolist()
+    for seq, seq_len in enumerate(seq_lens.tolist()):
+        for row in range(offsets[seq], offsets[seq + 1]):
+            position = seq_len - offsets[seq + 1] + row
+            keys = []
+            for key in range(max(0, position - sliding_window + 1), position + 1):
+                keys.append(cache[int(block_table[seq, key // cache.shape[1]]), key % cache.shape[1]])
+            if entry_cache is not None and entry_table is not None:
+                closed = range((position + 1) // pool_size)
+                chosen = closed if indices is None else indices[row].tolist()
+                for entry in chosen:
+                    if entry in closed:
+                        block = int(entry_table[seq, entry // entry_cache.shape[1]])
+                        keys.append(f64(entry_cache[block, entry % entry_cache.shape[1]]))
+            numbers = torch.stack(keys) if keys else q.new_zeros(0, q.shape[2])
+            for head in range(q.shape[1]):
+                scores = numbers @ q[row, head] * softmax_scale
+                if sinks is not None:
+                    scores = torch.cat([scores, f64(sinks)[head : head + 1]])
+                if len(scores):
+                    lse[head, row] = torch.logsumexp(scores, 0)
+                    out[row, head] = torch.exp(scores[: len(keys)] - lse[head, row]) @ numbers
+            if cos_sin_cache is not None and keys:
+                cos, sin = f64(cos_sin_cache[position]).chunk(2)
+                turned = out[row, :, q.shape[2] - 2 * len(cos) :]
+                pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, -sin)
+                turned.copy_(torch.view_as_real(pairs).flatten(-2))
+    return out, lse
+
+
 def numbers_of_keys(key_cache: torch.Tensor, head_dim: int) -> torch.Tensor:
     """The numbers that a cache of an indexer's keys stands for."""
     keys = key_cache.cpu()
