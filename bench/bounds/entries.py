@@ -28,7 +28,10 @@ def pooled_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     _, pooled = pooled_definition.pooled_entries(**options, compute=torch.float64)
     options["row_cache"] = torch.cat([values.abs(), gates], -1)
     slots, magnitude = pooled_definition.pooled_entries(**options, compute=torch.float64)
-    error = magnitude * pooling_error(arguments["pool_size"], gates, bias)
+    num_rows = arguments["pool_size"]
+    if arguments.get("row_table") is not None:
+        num_rows *= 2
+    error = magnitude * pooling_error(num_rows, gates, bias)
     firsts = None
     if arguments.get("positions") is not None:
         closing = pooled_definition.closing_tokens(
@@ -40,15 +43,15 @@ def pooled_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     return {"entries": with_rows(torch.zeros_like(want["entries"]), slots, error)}
 
 
-def pooling_error(num_slots: int, gates: torch.Tensor, bias: torch.Tensor | None) -> float:
+def pooling_error(num_rows: int, gates: torch.Tensor, bias: torch.Tensor | None) -> float:
     """Return the error of an entry, relative to the weighted sum of magnitudes.
 
     A gate with its bias and its distance to the largest one are rounded, and so is the exponential.
     """
     if bias is None:
-        return gamma(num_slots) + ELEMENTARY
+        return gamma(num_rows) + ELEMENTARY
     largest = float(gates.abs().nan_to_num(0.0, posinf=0.0).amax() + bias.double().abs().amax())
-    return 2 * gamma(num_slots) + 2 * (4 * U * largest + ELEMENTARY)
+    return 2 * gamma(num_rows) + 2 * (4 * U * largest + ELEMENTARY)
 
 
 def _finished(

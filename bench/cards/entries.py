@@ -18,6 +18,13 @@ from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, RECORD_BYTES, RE
 
 # Pools of GLM-5.3's indexer (Z.ai, 2026).
 _POOLED = {"tokens": (8192, 512, 100), "dim": (128, 128, 32), "pool": same(16), "is_packed": (True, True, False)}
+# Entries of DeepSeek-V4 (DeepSeek-AI, 2026), in records.
+_COMPRESSED = {
+    "tokens": (8192, 512, 70),
+    "dim": same(512),
+    **{name: same(True) for name in ("is_normed", "interleaved", "rotates_last", "is_packed")},
+    "rotary_dim": same(64),
+}
 
 
 def _pooled(
@@ -30,40 +37,50 @@ def _pooled(
     is_packed: bool = False,
     is_normed: bool = False,
     rotary_dim: int = 0,
+    overlaps: bool = False,
     **options: Any,
 ) -> Arguments:
-    """Draw rows in blocks of 4 pools, the slots of a prompt in a random order of blocks, and blocks of entries.
+    """Draw two chunks of prompts, the first behind a block of 4 pools, with rows and entries in random blocks.
 
     is_packed: entries are keys of an indexer in 8 bits, or records if dim is that of records.
     """
     block_size = 4 * pool
-    num_blocks = -(-2 * tokens // block_size) + 1
-    within = torch.arange(block_size, device=draw.device)
-    row_slots, entry_slots = ((draw.permutation(num_blocks)[:, None] * block_size + within).flatten() for _ in range(2))
-    row_slots, entry_slots = row_slots[:tokens].clone(), entry_slots[:tokens].clone()
+    counts = torch.tensor([tokens - tokens // 3, tokens // 3])
+    offsets = torch.tensor([0, int(counts[0]), tokens])
+    seqs = torch.arange(2).repeat_interleave(counts)
+    starts = torch.tensor([block_size, 0])
+    positions = torch.arange(tokens) + (starts - offsets[:-1])[seqs]
+    blocks_per_seq = tokens // block_size + 2
+    num_blocks = 2 * blocks_per_seq + 1
+    tables = torch.stack([1 + draw.permutation(num_blocks - 1).view(2, -1) for _ in range(2)]).cpu()
+    row_slots, entry_slots = tables[:, seqs, positions // block_size] * block_size + positions % block_size
     if draw.is_odd:
-        row_slots[torch.rand(tokens, device=draw.device) < 0.2] = -1
+        row_slots[torch.rand(tokens) < 0.2] = -1
     entry_cache = draw.normal(num_blocks, 4, dim)
     if is_packed:
         size = RECORD_BYTES if dim == RECORD_DIM else dim + INDEX_SCALE_BYTES
         entry_cache = torch.zeros(num_blocks, 4, size, dtype=torch.uint8, device=draw.device)
+    num_halves = 2 if overlaps else 1
+    row_size = 2 * num_halves * dim if has_gates else dim
     arguments: Arguments = {
-        "row_cache": draw.normal(num_blocks, block_size, dim),
+        "row_cache": draw.normal(num_blocks, block_size, row_size),
         "entry_cache": entry_cache,
-        "row_slots": row_slots,
-        "entry_slots": entry_slots,
+        "row_slots": row_slots.to(draw.device),
+        "entry_slots": entry_slots.to(draw.device),
         "pool_size": pool,
         **options,
     }
     if has_gates:
-        arguments["row_cache"] = draw.normal(num_blocks, block_size, 2 * dim)
-        arguments["position_bias"] = draw.normal(pool, dim)
+        arguments["position_bias"] = draw.normal(pool, num_halves * dim)
     if is_normed:
         arguments["norm_weight"] = draw.normal(dim)
     if rotary_dim:
-        angles = draw.floats(tokens + pool, rotary_dim // 2)
+        angles = draw.floats(block_size + tokens, rotary_dim // 2)
         arguments["cos_sin_cache"] = torch.cat([angles.cos(), angles.sin()], 1)
-        arguments["positions"] = pool - 1 + draw.permutation(tokens)
+    if rotary_dim or overlaps:
+        arguments["positions"] = positions.to(draw.device)
+    if overlaps:
+        arguments |= {"row_table": tables[0].int().to(draw.device), "cu_seqlens_q": offsets.int().to(draw.device)}
     return arguments
 
 
@@ -71,9 +88,11 @@ def _options(draw: Draw) -> Iterator[Arguments]:
     """Draw means and sums, each with a norm, a rotation and a form of entries."""
     yield _pooled(draw, tokens=40, dim=64, pool=4, has_gates=False, is_normed=True, rotary_dim=32)
     yield _pooled(draw, tokens=40, dim=32, pool=3, rotary_dim=32, interleaved=True, is_packed=True)
+    yield _pooled(draw, tokens=70, dim=24, pool=3, overlaps=True)
     yield _pooled(
         draw,
         tokens=40,
+        overlaps=True,
         dim=512,
         pool=4,
         is_normed=True,
@@ -87,6 +106,8 @@ def _options(draw: Draw) -> Iterator[Arguments]:
 def _written(arguments: Arguments) -> Tensors:
     head_dim = arguments["row_cache"].shape[2]
     if arguments.get("position_bias") is not None:
+        head_dim //= 2
+    if arguments.get("row_table") is not None:
         head_dim //= 2
     return {"entries": pooled_definition.decode_entries(arguments["entry_cache"], head_dim)}
 
@@ -121,7 +142,11 @@ CARDS = (
         errors=bounds.pooled_write,
         writes=_places,
         cost=_cost,
-        rows=(Row(_POOLED),),
+        rows=(
+            Row(_POOLED),
+            Row({**_COMPRESSED, "pool": same(4), "overlaps": same(True)}, "overlapping"),
+            Row({**_COMPRESSED, "pool": (128, 128, 32)}, "heavy"),
+        ),
         edges=(Edge("options", _options),),
         odd={
             "tokens": (0, 1, 5, 33),
@@ -130,6 +155,7 @@ CARDS = (
             "has_gates": (False, True),
             "is_packed": (True, False),
             "rotary_dim": (0, 8),
+            "is_normed": (True, False),
             "interleaved": (True, False),
         },
         compiled=compiled_latents.pool_cases,

@@ -73,6 +73,8 @@ def pooled_entries(
     pool_size: int,
     position_bias: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
+    row_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
     compute: torch.dtype,
     **finish: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,13 +82,40 @@ def pooled_entries(
     closing = closing_tokens(row_slots, entry_slots, pool_size)  # [m]
     offsets = torch.arange(1 - pool_size, 1, device=row_slots.device)
     slots = row_slots[closing, None] + offsets  # [m, pool]
-    block_size = row_cache.shape[1]
-    rows = row_cache[slots // block_size, slots % block_size].to(compute)  # [m, pool, row_size]
+    rows = _rows_at(row_cache, slots).to(compute)  # [m, pool, row_size]
     firsts = None
     if positions is not None:
         firsts = positions[closing] - pool_size + 1
+    if row_table is not None and cu_seqlens_q is not None and firsts is not None and position_bias is not None:
+        seqs = torch.searchsorted(cu_seqlens_q.long(), closing, right=True) - 1  # [m]
+        before = firsts[:, None] + offsets - 1  # [m, pool], positions of the pool before
+        block_size = row_cache.shape[1]
+        blocks = row_table.long()[seqs[:, None], before.clamp(min=0) // block_size]
+        rows_before = _rows_at(row_cache, blocks * block_size + before.clamp(min=0) % block_size).to(compute)
+        rows, position_bias = _joined(rows_before, rows, before >= 0, position_bias.to(compute))
     entries = Finish(**finish)(pool_rows(rows, position_bias), firsts)
     return entry_slots[closing] // pool_size, entries
+
+
+def _rows_at(row_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    block_size = row_cache.shape[1]
+    return row_cache[slots // block_size, slots % block_size]
+
+
+def _joined(
+    before: torch.Tensor, rows: torch.Tensor, is_there: torch.Tensor, position_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of entries over two pools, [m, 2 * pool, 2 * head_dim], and their bias [2 * pool, head_dim].
+
+    before, rows: [m, pool, 4 * head_dim] of the pool before and of the pool. is_there: bool [m, pool], whether the
+    position before exists.
+    """
+    first_values, _, first_gates, _ = before.chunk(4, -1)
+    _, values, _, gates = rows.chunk(4, -1)
+    first_values = torch.where(is_there.unsqueeze(-1), first_values, 0.0)
+    first_gates = torch.where(is_there.unsqueeze(-1), first_gates, -torch.inf)
+    joined = torch.cat([torch.cat([first_values, first_gates], -1), torch.cat([values, gates], -1)], 1)
+    return joined, torch.cat(position_bias.chunk(2, -1))
 
 
 def write_pooled_entries(

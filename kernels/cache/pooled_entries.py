@@ -16,19 +16,23 @@ _CODES = tl.constexpr(RECORD_CODES)
 _GROUP = tl.constexpr(RECORD_GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "stride_table_seq"])
 def _pooled_entries_kernel(
-    row_ptr,  # [num_blocks, ROW_BLOCK_SIZE, HEAD_DIM or 2 * HEAD_DIM]
-    bias_ptr,  # [POOL_SIZE, HEAD_DIM], or None for means
+    row_ptr,  # [num_blocks, ROW_BLOCK_SIZE, row size]: value and gate, with a half for each pool if pools overlap
+    bias_ptr,  # [POOL_SIZE, HEAD_DIM, or twice that if pools overlap], or None for means
     weight_ptr,  # [HEAD_DIM], or None
     row_slots_ptr,  # int64 [num_tokens]
     entry_slots_ptr,  # int64 [num_tokens]
-    positions_ptr,  # int64 [num_tokens], or None without a rotation
+    positions_ptr,  # int64 [num_tokens], or None without rotation and overlap
+    row_table_ptr,  # int32 [num_seqs, blocks] of row_ptr, or None if pools do not overlap
+    cu_seqlens_q_ptr,  # int32 [num_seqs + 1], or None
     cos_sin_ptr,  # float32 [max_position, ROTARY_DIM], or None
     entry_ptr,  # [num_blocks, ENTRY_BLOCK_SIZE, size]
     rope_ptr,  # bfloat16 part of records [num_blocks, ENTRY_BLOCK_SIZE, 64], or None
     scale_ptr,  # scales of entries in 8 bits, or None
+    num_seqs,
     eps,
+    stride_table_seq,
     stride_row_block,
     stride_row_slot,
     stride_bias_position,
@@ -62,17 +66,38 @@ def _pooled_entries_kernel(
     largest = tl.full([DIM_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([DIM_PADDED], tl.float32)
     entry = tl.zeros([DIM_PADDED], tl.float32)
-    for start in range(0, POOL_SIZE, CHUNK):
+    first = row_slot - POOL_SIZE + 1
+    first_row = slot_offset(first, stride_row_block, stride_row_slot, ROW_BLOCK_SIZE)
+    # Rows of an entry, and the row of the pool's first position among them.
+    NUM_ROWS: tl.constexpr = 2 * POOL_SIZE if row_table_ptr is not None else POOL_SIZE
+    OWN: tl.constexpr = NUM_ROWS - POOL_SIZE
+    GATES: tl.constexpr = 2 * HEAD_DIM if row_table_ptr is not None else HEAD_DIM
+    row_before = first_row
+    num_absent = 0
+    if row_table_ptr is not None:
+        position = tl.load(positions_ptr + token) - POOL_SIZE + 1
+        num_absent = tl.where(position > 0, 0, OWN)
+        row_before -= OWN * stride_row_slot
+        if (first % ROW_BLOCK_SIZE == 0) & (position > 0):
+            seq = sequence_of_token(token, cu_seqlens_q_ptr, num_seqs)
+            column = position // ROW_BLOCK_SIZE - 1
+            block = tl.load(row_table_ptr + seq * stride_table_seq + column).to(tl.int64)
+            row_before = block * stride_row_block + (ROW_BLOCK_SIZE - OWN) * stride_row_slot
+    for start in range(0, NUM_ROWS, CHUNK):
         offs_p = start + tl.arange(0, CHUNK)
-        in_pool = offs_p < POOL_SIZE
+        in_pool = (offs_p >= num_absent) & (offs_p < NUM_ROWS)
         mask = in_pool[:, None] & in_dim[None, :]
-        first = row_slot - POOL_SIZE + 1
-        rows = slot_offset(first, stride_row_block, stride_row_slot, ROW_BLOCK_SIZE) + offs_p * stride_row_slot
-        row_ptrs = row_ptr + rows[:, None] + offs_d[None, :]
+        is_before = offs_p < OWN
+        rows = tl.where(is_before, row_before, first_row) + (offs_p - tl.where(is_before, 0, OWN)) * stride_row_slot
+        # The half of a row that its own pool takes is the second.
+        columns = offs_d[None, :]
+        if row_table_ptr is not None:
+            columns = columns + tl.where(is_before, 0, HEAD_DIM)[:, None]
+        row_ptrs = row_ptr + rows[:, None] + columns
         values = tl.load(row_ptrs, mask=mask, other=0.0).to(tl.float32)
         if bias_ptr is not None:
-            gates = tl.load(row_ptrs + HEAD_DIM, mask=mask, other=0.0).to(tl.float32)
-            bias_ptrs = bias_ptr + offs_p[:, None] * stride_bias_position + offs_d[None, :]
+            gates = tl.load(row_ptrs + GATES, mask=mask, other=0.0).to(tl.float32)
+            bias_ptrs = bias_ptr + (offs_p % POOL_SIZE)[:, None] * stride_bias_position + columns
             gates += tl.load(bias_ptrs, mask=mask, other=0.0).to(tl.float32)
             gates = tl.where(in_pool[:, None], gates, float("-inf"))
             entry, largest, total = add_to_softmax(entry, largest, total, values, gates)
@@ -94,6 +119,19 @@ def _pooled_entries_kernel(
         entry, weight_ptr, cos_sin_ptr, entry_ptr, rope_ptr, scale_ptr, eps, HEAD_DIM, DIM_PADDED, ROTARY_DIM,
         FIRST_ROTATED, INTERLEAVED, KIND, NATIVE_FP8,
     )  # fmt: skip
+
+
+@triton.jit
+def sequence_of_token(token, cu_seqlens_q_ptr, num_seqs):
+    """Return the sequence of a token, the last one that begins at it or before."""
+    low = token * 0
+    high = low + num_seqs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_behind = tl.load(cu_seqlens_q_ptr + middle) > token
+        low = tl.where(is_behind, low, middle)
+        high = tl.where(is_behind, middle - 1, high)
+    return low
 
 
 @triton.jit

@@ -84,6 +84,8 @@ def write_pooled_entries(
     cos_sin_cache: torch.Tensor | None = None,
     interleaved: bool = False,
     rotates_last: bool = False,
+    row_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
 ) -> Run[None]:
     """Write the entry of the pool that each token of a step closes; tokens that close none write nothing.
 
@@ -93,10 +95,14 @@ def write_pooled_entries(
     the position of the pool's first token, each if its arguments are given. All is computed in float32 and rounded
     once.
 
+    With row_table, pools overlap (CSA of DeepSeek-V4, DeepSeek-AI, 2026): values and gates have two halves, and one
+    softmax goes over the first halves of the pool before and the second halves of the pool itself. A sequence's first
+    pool has no pool before.
+
     Args:
         row_cache: [num_blocks, block_size, row_size], float32, float16 or bfloat16, last dimension contiguous;
             block_size is a multiple of pool_size. A row is a token's value, then its gate if there is a position_bias.
-            The rows of the step's tokens are written already.
+            The rows of the step's tokens are written already. Overlapping pools: two values, then two gates.
         entry_cache: [num_blocks, entries of a block, size], last dimension contiguous. Plain numbers of any float
             dtype, or uint8: head_dim e4m3 codes and a float32 scale, largest magnitude / 448, as in `choose_keys`; or
             records of 584 bytes for a head_dim of 512, see `kernels.cache.latent_cache.encode_records`.
@@ -105,10 +111,15 @@ def write_pooled_entries(
             entry_cache; negative for padding. Entry i of a block is of its positions i * pool_size and following.
         pool_size: tokens of a pool, 1 to 256.
         position_bias: [pool_size, head_dim], any float dtype, last dimension contiguous. head_dim is at most 512.
+            Overlapping pools: [pool_size, 2 * head_dim], for the first halves, then for the second ones.
         norm_weight: [head_dim], any float dtype. eps: added to the mean square.
         positions: int64 [num_tokens], position of each token.
         cos_sin_cache, interleaved: as in `rotary_embedding`.
         rotates_last: whether the last rotary_dim elements rotate, in place of the first.
+        row_table: int32 [num_seqs, blocks], the blocks of row_cache of each sequence, last dimension contiguous, beside
+            position_bias, positions and cu_seqlens_q; None for pools that do not overlap. The pool before is read, so
+            its rows must be in the cache.
+        cu_seqlens_q: int32 [num_seqs + 1], offsets of each sequence's tokens.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a slot or position is out of range. On a
@@ -119,11 +130,16 @@ def write_pooled_entries(
     check_last_dim_contiguous("row_cache", row_cache)
     pool_size = as_int("pool_size", pool_size, low=1, high=MAX_POOL_SIZE)
     num_blocks, block_size, head_dim = row_cache.shape
+    num_halves = 1
+    if row_table is not None:
+        _check_overlap(row_table, cu_seqlens_q, position_bias, positions, row_cache.device)
+        num_halves = 2
     if position_bias is not None:
-        head_dim //= 2
-        check_tensor("position_bias", position_bias, (pool_size, head_dim), FLOAT_DTYPES, row_cache.device)
+        head_dim //= 2 * num_halves
+        bias_shape = pool_size, num_halves * head_dim
+        check_tensor("position_bias", position_bias, bias_shape, FLOAT_DTYPES, row_cache.device)
         check_last_dim_contiguous("position_bias", position_bias)
-        check_tensor("row_cache", row_cache, (num_blocks, block_size, 2 * head_dim))
+        check_tensor("row_cache", row_cache, (num_blocks, block_size, 2 * num_halves * head_dim))
     if not 1 <= head_dim <= MAX_ENTRY_DIM:
         raise InvalidInputError(f"row_cache: values of {head_dim}, expected 1 to {MAX_ENTRY_DIM}")
     if block_size % pool_size or block_size == 0:
@@ -131,8 +147,10 @@ def write_pooled_entries(
     check_tensor("row_slots", row_slots, ("num_tokens",), (torch.int64,), row_cache.device)
     check_tensor("entry_slots", entry_slots, (len(row_slots),), (torch.int64,), row_cache.device)
     check_tensor("entry_cache", entry_cache, None, None, row_cache.device)
+    if positions is not None:
+        check_tensor("positions", positions, (len(row_slots),), (torch.int64,), row_cache.device)
     finish = finish_options(
-        entry_cache, head_dim, len(row_slots), norm_weight, eps, positions, cos_sin_cache, interleaved, rotates_last
+        entry_cache, head_dim, norm_weight, eps, positions, cos_sin_cache, interleaved, rotates_last
     )
     by_triton, checks = use_triton(row_cache), checks_ids(row_cache)
     launch: Compute = nothing
@@ -142,7 +160,7 @@ def write_pooled_entries(
             **strides("block slot", row=row_cache),
             **strides("position", bias=position_bias),
             "POOL_SIZE": pool_size,
-            "CHUNK": min(triton.next_power_of_2(pool_size), TILE_SIZE // dim_padded),
+            "CHUNK": min(triton.next_power_of_2(num_halves * pool_size), TILE_SIZE // dim_padded),
             "HEAD_DIM": head_dim,
             "DIM_PADDED": dim_padded,
             "ROW_BLOCK_SIZE": block_size,
@@ -161,6 +179,8 @@ def write_pooled_entries(
         norm_weight: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         cos_sin_cache: torch.Tensor | None = None,
+        row_table: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
         **_: object,
     ) -> None:
         if checks or not by_triton:
@@ -185,16 +205,26 @@ def write_pooled_entries(
                 cos_sin_cache=cos_sin_cache,
                 interleaved=interleaved,
                 rotates_last=rotates_last,
+                row_table=row_table,
+                cu_seqlens_q=cu_seqlens_q,
             )
             return
+        num_seqs = stride_table_seq = 0
+        if row_table is not None:
+            num_seqs, stride_table_seq = len(row_table), row_table.stride(0)
         launch(
             {
+                # A bound call may follow with other sequences.
+                "num_seqs": num_seqs,
+                "stride_table_seq": stride_table_seq,
                 "row_ptr": row_cache,
                 "bias_ptr": position_bias,
                 "weight_ptr": norm_weight if norm_weight is None else norm_weight.contiguous(),
                 "row_slots_ptr": row_slots.contiguous(),
                 "entry_slots_ptr": entry_slots.contiguous(),
-                "positions_ptr": None if cos_sin_cache is None or positions is None else positions.contiguous(),
+                "positions_ptr": None if positions is None else positions.contiguous(),
+                "row_table_ptr": row_table,
+                "cu_seqlens_q_ptr": cu_seqlens_q,
                 "cos_sin_ptr": cos_sin_cache,
                 **entry_tensors(entry_cache, head_dim, finish["KIND"]),
             }
@@ -203,10 +233,25 @@ def write_pooled_entries(
     return run
 
 
+def _check_overlap(
+    row_table: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """Raise InvalidInputError unless all that overlapping pools need is there."""
+    if cu_seqlens_q is None or position_bias is None or positions is None:
+        raise InvalidInputError("row_table: given, expected position_bias, positions and cu_seqlens_q beside it")
+    check_tensor("row_table", row_table, ("num_seqs", "blocks"), (torch.int32,), device)
+    check_last_dim_contiguous("row_table", row_table)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, (len(row_table) + 1,), (torch.int32,), device)
+    check_last_dim_contiguous("cu_seqlens_q", cu_seqlens_q)
+
+
 def finish_options(
     entry_cache: torch.Tensor,
     head_dim: int,
-    num_tokens: int,
     norm_weight: torch.Tensor | None,
     eps: float,
     positions: torch.Tensor | None,
@@ -227,7 +272,6 @@ def finish_options(
     if cos_sin_cache is not None:
         if positions is None:
             raise InvalidInputError("positions: None, expected them beside cos_sin_cache")
-        check_tensor("positions", positions, (num_tokens,), (torch.int64,), device)
         check_tensor("cos_sin_cache", cos_sin_cache, ("max_position", "rotary_dim"), (torch.float32,), device)
         check_last_dim_contiguous("cos_sin_cache", cos_sin_cache)
         rotary_dim = cos_sin_cache.shape[1]

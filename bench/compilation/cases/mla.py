@@ -85,6 +85,7 @@ def pool_cases() -> list[CompileCase]:
     for targets in (native, others):
         cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
+        cases.append(_pool_case("fp32", 4, 512, targets, entry="u8", overlaps=True, **last))
     return cases
 
 
@@ -98,6 +99,7 @@ def _pool_case(
     has_gates: bool = True,
     is_normed: bool = False,
     rotary_dim: int = 0,
+    overlaps: bool = False,
     **options: Any,
 ) -> CompileCase:
     words = [f"write_pooled_entries {dtype} pools of {pool_size} x {head_dim}", *options]
@@ -109,6 +111,11 @@ def _pool_case(
     if has_gates:
         row_size *= 2
         options["position_bias"] = empty(dtype, pool_size, head_dim)
+    if overlaps:
+        words.append("overlapping")
+        row_size *= 2
+        options |= {"position_bias": empty(dtype, pool_size, 2 * head_dim), "row_table": empty("i32", 1, 4)}
+        options["cu_seqlens_q"] = empty("i32", 2)
     if is_normed:
         options["norm_weight"] = empty("fp32", head_dim)
     if rotary_dim:

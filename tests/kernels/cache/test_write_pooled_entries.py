@@ -27,38 +27,51 @@ RECORDS: dict[str, Any] = {
 
 
 def drawn(device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
-    """Three decodes behind a prompt's 37 tokens: one closes a pool, one does not, and one is padding."""
+    """Two chunks of prompts; the last token of the second is padding."""
     arguments = CARD.draw(Draw(device, dtype), **{"tokens": 40, "dim": 24, "pool": 4, **options})
     for name in ("row_slots", "entry_slots"):
-        arguments[name][37:] = torch.tensor([47, 46, -1], device=device)
+        arguments[name][-1] = -1
     return arguments
 
 
-@pytest.mark.parametrize("has_gates", [True, False])
-def test_the_definition_is_the_rule(has_gates: bool) -> None:
+@pytest.mark.parametrize("form", ["means", "gates", "overlapping"])
+def test_the_definition_is_the_rule(form: str) -> None:
     """Number by number: pooled, normalised, rotated at the first position of the pool."""
     options: dict[str, Any] = {"is_normed": True, "rotary_dim": 2, "rotates_last": True, "interleaved": True}
-    arguments = drawn(torch.device("cpu"), dim=4, pool=3, has_gates=has_gates, **options)
+    options |= {"has_gates": form != "means", "overlaps": form == "overlapping"}
+    arguments = drawn(torch.device("cpu"), dim=4, pool=3, **options)
     rows, weight = arguments["row_cache"].double().flatten(0, 1), arguments["norm_weight"].double()
-    bias = arguments["position_bias"].double() if has_gates else None
     expected = arguments["entry_cache"].double().flatten(0, 1)
-    slots = zip(arguments["row_slots"].tolist(), arguments["entry_slots"].tolist(), strict=True)
+    slots = arguments["row_slots"].tolist()
     num_closed = 0
-    for token, (row_slot, entry_slot) in enumerate(slots):
-        if row_slot < 0 or row_slot % 3 != 2:
+    for token, position in enumerate(arguments["positions"].tolist()):
+        if slots[token] < 0 or position % 3 != 2:
             continue
         num_closed += 1
         entry = torch.zeros(4, dtype=torch.float64)
         for channel in range(4):
-            weights = torch.ones(3, dtype=torch.float64)
-            if bias is not None:
-                weights = (rows[row_slot - 2 : row_slot + 1, 4 + channel] + bias[:, channel]).exp()
-            entry[channel] = (weights * rows[row_slot - 2 : row_slot + 1, channel]).sum() / weights.sum()
+            terms: list[tuple[torch.Tensor, torch.Tensor]] = []  # weight and value of each row
+            for place in range(3):
+                row = rows[slots[token] - 2 + place]
+                if form == "means":
+                    terms.append((torch.ones(()), row[channel]))
+                    continue
+                bias = arguments["position_bias"][place].double()
+                if form == "gates":
+                    terms.append(((row[4 + channel] + bias[channel]).exp(), row[channel]))
+                    continue
+                terms.append(((row[12 + channel] + bias[4 + channel]).exp(), row[4 + channel]))
+                before = position - 5 + place
+                if before >= 0:
+                    seq = int(token >= arguments["cu_seqlens_q"][1])
+                    row = rows[arguments["row_table"][seq, before // 12] * 12 + before % 12]
+                    terms.append(((row[8 + channel] + bias[channel]).exp(), row[channel]))
+            entry[channel] = sum(factor * value for factor, value in terms) / sum(factor for factor, _ in terms)
         entry *= weight / (entry.square().mean() + 1e-6).sqrt()
-        cos, sin = arguments["cos_sin_cache"][arguments["positions"][token] - 2].double().tolist()
+        cos, sin = arguments["cos_sin_cache"][position - 2].double().tolist()
         a, b = entry[2:].tolist()
         entry[2:] = torch.tensor([a * cos - b * sin, b * cos + a * sin], dtype=torch.float64)
-        expected[entry_slot // 3] = entry
+        expected[arguments["entry_slots"][token] // 3] = entry
     assert num_closed > 6
     entries = pooled_definition.write_pooled_entries(**arguments)
     torch.testing.assert_close(entries.flatten(0, 1), expected, rtol=1e-12, atol=1e-12)
@@ -71,8 +84,9 @@ def test_the_definition_is_the_rule(has_gates: bool) -> None:
         {"pool": 16, "dim": 128, "is_packed": True},
         {"pool": 3, "has_gates": False, "is_normed": True, "rotary_dim": 8},
         {"pool": 24, **RECORDS},
+        {"pool": 4, "overlaps": True, **RECORDS},
     ],
-    ids=["keys", "means", "records"],
+    ids=["keys", "means", "records", "overlapping"],
 )
 def test_every_implementation_agrees(
     dtype: torch.dtype, options: dict[str, Any], backend: str, device: torch.device
@@ -122,8 +136,9 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ("pool_size", 257, "pool_size"),
         ("position_bias", arguments["position_bias"].long(), "position_bias: dtype"),
         ("norm_weight", arguments["position_bias"][0, :8], "norm_weight: shape"),
-        ("row_slots", arguments["row_slots"] + 96, "row_slots"),
-        ("entry_slots", arguments["entry_slots"] + 96, "entry_slots"),
+        ("row_slots", arguments["row_slots"] + 960, "row_slots"),
+        ("entry_slots", arguments["entry_slots"] + 960, "entry_slots"),
+        ("row_table", torch.zeros(2, 3, dtype=torch.int32, device=device), "row_table: given, expected"),
     )
 
 
@@ -135,9 +150,13 @@ MUTATIONS = {
         "(row_slot % POOL_SIZE != POOL_SIZE - 2)",
     ),
     "the pool one token late": ("row_slot - POOL_SIZE + 1", "row_slot - POOL_SIZE + 2"),
-    "the entry of the next pool": ("slot = entry_slot // POOL_SIZE", "slot = entry_slot // POOL_SIZE + 1"),
+    "the pool before, of a neighbour block": ("position // ROW_BLOCK_SIZE - 1", "position // ROW_BLOCK_SIZE"),
+    "the pool before, of another sequence": ("tl.load(cu_seqlens_q_ptr + middle) > token", "middle < 0"),
+    "a pool before the first": ("tl.where(position > 0, 0, OWN)", "tl.where(position < 0, 0, 0)"),
+    "halves in the wrong order": ("tl.where(is_before, 0, HEAD_DIM)", "tl.where(is_before, HEAD_DIM, 0)"),
+    "the entry of a neighbour": ("slot = entry_slot // POOL_SIZE", "slot = entry_slot // POOL_SIZE ^ 1"),
     "no bias": ("gates += tl.load(bias_ptrs", "gates += 0 * tl.load(bias_ptrs"),
-    "gates are values": ("tl.load(row_ptrs + HEAD_DIM", "tl.load(row_ptrs"),
+    "gates are values": ("tl.load(row_ptrs + GATES", "tl.load(row_ptrs"),
     "padding has weight": ('tl.where(in_pool[:, None], gates, float("-inf"))', "gates"),
     "sums for means": ("entry = entry / total", "entry = entry"),
     "sums keep their unit": ("entry = entry * factor", "entry = entry"),
@@ -160,4 +179,5 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
     with planted((kernels, module), (), tmp_path, text, replacement):
         faulty = dataclasses.replace(CARD, function=module.write_pooled_entries)
         is_found = turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=11, **RECORDS))
+        is_found |= turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=3, overlaps=True))
     assert is_found == (fault != "no fault")
