@@ -52,6 +52,8 @@ _LATENTS = {"lengths": _LATENT_LENGTHS, "heads": (128, 16, 4), "sizes": same((51
 _BLOCK_INDEX = {"lengths": _LATENT_LENGTHS, "dim": (128, 128, 32)}
 _BY_HEAD = {"heads": same(4), "top_k": same(16), "size": same(128)}
 _INDEXED = {"lengths": _LATENT_LENGTHS, "heads": (64, 16, 16), "dim": (128, 128, 32), "top_k": (2048, 128, 20)}
+# Entries of DeepSeek-V4's compressed sparse attention.
+_INDEXED_POOLS = {**_INDEXED, "top_k": (512, 128, 20), "pool": same(4)}
 # Problems of a quick run, one for every option.
 _QUICK = (
     "mixed batch",
@@ -212,17 +214,35 @@ def _latent_option(problem: mla_problem.Problem, draw: Draw) -> Iterator[Argumen
 
 
 def _scored_keys(
-    draw: Draw, *, lengths: Lengths, heads: int, dim: int, top_k: int, is_packed: bool = True
+    draw: Draw, *, lengths: Lengths, heads: int, dim: int, top_k: int, is_packed: bool = True, pool: int = 1
 ) -> Arguments:
-    problem = Problem("", tuple(lengths), (heads, 1), dim, block_size=64, dtype=draw.dtype)
-    return {**mla_problem.index_problem(problem, draw.device, is_packed=is_packed), "top_k": top_k}
+    arguments = _index_arguments(draw, lengths, pool, (heads, 1), dim, block_size=64, is_packed=is_packed)
+    return {**arguments, "top_k": top_k, "pool_size": pool}
+
+
+def _index_arguments(
+    draw: Draw,
+    lengths: Lengths,
+    pool: int,
+    heads: tuple[int, int],
+    dim: int,
+    *,
+    is_packed: bool,
+    **options: Any,
+) -> Arguments:
+    """Draw keys of pools, also that of a sequence's open pool, and the arguments of an indexer."""
+    key_lengths = tuple((q_len, -(-seq_len // pool)) for q_len, seq_len in lengths)
+    problem = Problem("", key_lengths, heads, dim, dtype=draw.dtype, **options)
+    arguments = mla_problem.index_problem(problem, draw.device, is_packed=is_packed)
+    arguments["seq_lens"] = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=draw.device)
+    return arguments
 
 
 def _scored_keys_option(draw: Draw, *, is_packed: bool) -> Iterator[Arguments]:
     problem = Problem("", ((1, 300), (3, 3), (9, 40)), (32, 1), 128, padding_rows=1, dtype=draw.dtype)
     arguments = mla_problem.index_problem(problem, draw.device, is_packed=is_packed)
     for top_k in (16, 2048):
-        yield {**arguments, "top_k": top_k}
+        yield {**arguments, "top_k": top_k, "pool_size": 1}
 
 
 def _scored_keys_cost(_: Card, arguments: Arguments) -> Cost:
@@ -230,8 +250,9 @@ def _scored_keys_cost(_: Card, arguments: Arguments) -> Cost:
     q = arguments["q"]
     pairs = num_keys = 0
     for q_len, seq_len in _lengths(arguments):
-        pairs += q_len * (2 * seq_len - q_len + 1) // 2
-        num_keys += seq_len
+        ends = torch.arange(seq_len - q_len + 1, seq_len + 1)
+        pairs += int((ends // arguments["pool_size"]).sum())
+        num_keys += seq_len // arguments["pool_size"]
     key_bytes = arguments["key_cache"][0, 0].nbytes
     moved = num_keys * key_bytes + 8 * pairs + num_bytes(q, arguments["weights"])
     return Cost(2 * q.shape[1] * q.shape[2] * pairs, moved)
@@ -255,10 +276,7 @@ def _scored_blocks(
 
     size, pool: `chosen_block_size` and `pool_size`.
     """
-    key_lengths = tuple((q_len, -(-seq_len // pool)) for q_len, seq_len in lengths)
-    problem = Problem("", key_lengths, (heads, 1), dim, block_size=16, padding_rows=1, dtype=draw.dtype)
-    arguments = mla_problem.index_problem(problem, draw.device, is_packed=False)
-    arguments["seq_lens"] = torch.tensor([seq_len for _, seq_len in lengths], dtype=torch.int32, device=draw.device)
+    arguments = _index_arguments(draw, lengths, pool, (heads, 1), dim, block_size=16, padding_rows=1, is_packed=False)
     keys = (1.5 * arguments["key_cache"]).round().clamp(-3, 3).nan_to_num(4.0)
     for seq, (_, seq_len) in enumerate(lengths):
         if seq_len % pool:  # the key of an open pool
@@ -395,12 +413,19 @@ CARDS = (
         defined(latent_definition.choose_keys, "indices"),
         named("indices"),
         cost=_scored_keys_cost,
-        rows=(Row(_INDEXED),),
+        rows=(Row(_INDEXED), Row(_INDEXED_POOLS, "pooled")),
         edges=(
             Edge("mixed batch", partial(_scored_keys_option, is_packed=False)),
             Edge("e4m3", partial(_scored_keys_option, is_packed=True)),
         ),
-        odd={"lengths": _ODD_LENGTHS, "heads": (1, 5), "dim": (32, 16), "top_k": (1, 7), "is_packed": (False,)},
+        odd={
+            "lengths": _ODD_LENGTHS,
+            "heads": (1, 5),
+            "dim": (32, 16),
+            "top_k": (1, 7),
+            "is_packed": (False,),
+            "pool": (1, 4),
+        },
         compiled=compiled_latents.index_cases,
     ),
     Card(

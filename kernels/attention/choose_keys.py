@@ -15,6 +15,7 @@ from ..core.launch import wait_for_inputs
 from ..core.operation import Run, operation
 from . import latent_definition
 from .index_spans import KEYS_PER_PROGRAM, SpanLaunches, check_index, index_tile, token_spans
+from .keys import NO_LIMIT
 from .latent_definition import best_keys
 from .plan import AttentionPlan
 
@@ -66,6 +67,7 @@ def _index_scores_kernel(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of BLOCK_N keys in a program
+    POOL_SIZE: tl.constexpr,  # positions of a key
     NATIVE_FP8: tl.constexpr,
 ):
     """Score one token's query against BLOCKS blocks of keys in a program."""
@@ -73,6 +75,7 @@ def _index_scores_kernel(
     row = tl.program_id(0).to(tl.int64)
     token = row + first_token
     seq, end_key = locate_token(token, num_seqs, cu_seqlens_q_ptr, seq_lens_ptr)
+    end_key = end_key // POOL_SIZE
 
     offs_h = tl.arange(0, HEADS_PADDED)
     offs_d = tl.arange(0, DIM_PADDED)
@@ -126,12 +129,13 @@ def choose_keys(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     top_k: int,
+    pool_size: int = 1,
     plan: AttentionPlan | None = None,
 ) -> Run[torch.Tensor]:
-    """Return the keys with the highest scores of an indexer, for `indices` of `paged_mla_attention`.
+    """Return the keys with the highest scores of an indexer, for `indices` of attention.
 
     The score of a query and a key is sum_h weights[h] * max(q[h] . key, 0) (DeepSeek-AI, "DeepSeek-V3.2", 2025, eq. 1),
-    in float32. A query at position p sees keys 0 to p. The host does not wait for the device.
+    in float32. A query at position p sees the keys s < (p + 1) // pool_size. The host does not wait for the device.
 
     Args:
         q: [num_tokens, num_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; 1 to 128 heads of
@@ -141,6 +145,8 @@ def choose_keys(
             4]: e4m3 numbers, then a float32 that multiplies them. See `write_index_keys`.
         block_table, cu_seqlens_q, seq_lens: as in `paged_mla_attention`.
         top_k: keys of a query, at least 1.
+        pool_size: positions of a key, at least 1: 1 for `paged_mla_attention`, more for entries of
+            `paged_compressed_attention`, of which those of closed pools count.
         plan: the step's `AttentionPlan`; layers that share it are bound once a step.
 
     Returns:
@@ -152,8 +158,8 @@ def choose_keys(
         UnsupportedError: an argument requires a gradient.
     """
     check_is_tensor("weights", weights)
-    check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size=1)
-    top_k = as_int("top_k", top_k, 1)
+    top_k, pool_size = as_int("top_k", top_k, 1), as_int("pool_size", pool_size, 1, NO_LIMIT)
+    check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size)
     shape = _shape(q, key_cache, block_table, top_k)
     if not use_triton(q):
         return _run_definition
@@ -171,6 +177,7 @@ def choose_keys(
         block_table,
         stride_out_token=max_keys,
         BLOCK_N=block_n,
+        POOL_SIZE=pool_size,
         BLOCKS=KEYS_PER_PROGRAM // block_n,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..core.device import device_of
-from ..core.ids import check_ids_on_host, check_sequences, checks_ids
+from ..core.ids import Ids, check_all_ids, check_sequences, checks_ids
 from ..core.launch import Launch, strides
 from ..core.operation import Run
 from .call import CompressedCall
@@ -24,8 +24,9 @@ def bind(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
         entry_ids = call.entry_ids()
     if entry_ids is not None:
         check_sequences(entry_ids)
-    if call.cos_sin_cache is not None and call.q.is_cpu:
-        check_ids_on_host("seq_lens", call.seq_lens, 0, len(call.cos_sin_cache))
+    if call.cos_sin_cache is not None:
+        positions = Ids("seq_lens", call.seq_lens, 0, len(call.cos_sin_cache))
+        check_all_ids("paged_compressed_attention", positions, by_triton=True)
     bound_plan, return_lse = reference_to(plan), call.return_lse
     launches = _launches(call, plan or own_plan(call, call.kv_cache))
 

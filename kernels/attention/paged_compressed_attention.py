@@ -87,7 +87,7 @@ def paged_compressed_attention(
 
     Raises:
         InvalidInputError: a shape, dtype, device or value does not fit. On a GPU, positions beyond cos_sin_cache are
-            not checked.
+            checked only with PAGED_CHECK=1.
         UnsupportedError: an argument requires a gradient.
     """
     check_tensor("q", q, ("num_tokens", "num_heads", "head_dim"), FLOAT_DTYPES)

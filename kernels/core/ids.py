@@ -161,6 +161,7 @@ _ARGUMENTS = {
     "add_lora": ("rows", "slots", "ranks"),
     "sample_tokens": ("penalties.rows",),
     "write_canaries": ("slot_mapping", "cu_seqlens_q"),
+    "paged_compressed_attention": ("seq_lens",),
 }
 _OPERATIONS = ("", *_ARGUMENTS)
 # Fields of `Sequences` that the kernel takes as arguments.

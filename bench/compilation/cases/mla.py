@@ -51,6 +51,7 @@ def index_cases() -> list[CompileCase]:
     cases = []
     for target in TARGETS:
         cases += [_index_case(target, 32), _index_case(target, 64), _index_case(target, 64, dtype="fp32")]
+        cases.append(_index_case(target, 64, pool_size=4))
     return cases
 
 
@@ -233,7 +234,7 @@ def _case(
     )
 
 
-def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
+def _index_case(target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 1) -> CompileCase:
     q, weights, cache = empty(dtype, 1, heads, 128), empty("fp32", 1, heads), empty("u8", 4, _BLOCK_SIZE, 128 + 4)
     expect: dict[str, tuple[str, ...]] = {target: (TENSOR_CORES[target],)}
     if heads < 64 and target != "gfx942":
@@ -242,8 +243,10 @@ def _index_case(target: str, heads: int, *, dtype: str = "bf16") -> CompileCase:
         cache = empty("fp32", 4, _BLOCK_SIZE, 128)
         expect = {}
     return launch_case(
-        f"choose_keys {heads} heads {dtype} for {target}",
-        launch_of(_index_scores_kernel, target, choose_keys, q, weights, cache, **_step(), top_k=1),
+        f"choose_keys {heads} heads {dtype} pools of {pool_size} for {target}",
+        launch_of(
+            _index_scores_kernel, target, choose_keys, q, weights, cache, **_step(), top_k=1, pool_size=pool_size
+        ),
         aligned=("stride_q_token", "stride_q_head", "stride_weights_token", "stride_out_token"),
         expect=expect,
         targets=(target,),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -230,6 +231,7 @@ def index_scores(
     block_table: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
+    pool_size: int = 1,
 ) -> list[torch.Tensor]:
     """The scores of every token and the keys that it sees, in the order of `choose_keys`' formula."""
     block_size, wide = key_cache.shape[1], numbers_of_keys(key_cache, q.shape[2])
@@ -237,7 +239,7 @@ def index_scores(
     keys_of_token = [torch.zeros(0, dtype=torch.float64)] * len(q)
     for seq, seq_len in enumerate(seq_lens.tolist()):
         for row in range(offsets[seq], offsets[seq + 1]):
-            end = seq_len - offsets[seq + 1] + row + 1
+            end = (seq_len - offsets[seq + 1] + row + 1) // pool_size
             seen = [wide[table[seq][key // block_size], key % block_size] for key in range(end)]
             keys_of_token[row] = torch.tensor(
                 [float(weights[row] @ (q[row] @ key).clamp(min=0)) for key in seen], dtype=torch.float64
@@ -292,7 +294,7 @@ def choose_blocks(
 
 
 def choose_keys(
-    q: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, *, top_k: int, **sequences: torch.Tensor
+    q: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, *, top_k: int, **sequences: Any
 ) -> torch.Tensor:
     """`choose_keys`, each row in ascending order."""
     scores = index_scores(q, weights, key_cache, **sequences)

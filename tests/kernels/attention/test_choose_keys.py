@@ -21,8 +21,12 @@ module = paged.kernels.attention.choose_keys
 
 def problem(device: torch.device, **options: Any) -> dict[str, Any]:
     heads, dim, packed = options.pop("heads", 5), options.pop("dim", 32), options.pop("packed", False)
-    given = Problem("", LENGTHS, (heads, 1), dim, **{"block_size": 16, "padding_rows": 1, **options})
-    return index_problem(given, device, is_packed=packed)
+    pool_size = options.pop("pool_size", 1)
+    lengths = tuple((q_len, -(-seq_len // pool_size)) for q_len, seq_len in LENGTHS)  # also keys of open pools
+    given = Problem("", lengths, (heads, 1), dim, **{"block_size": 16, "padding_rows": 1, **options})
+    arguments = index_problem(given, device, is_packed=packed)
+    seq_lens = torch.tensor([seq_len for _, seq_len in LENGTHS], dtype=torch.int32, device=device)
+    return {**arguments, "seq_lens": seq_lens, "pool_size": pool_size}
 
 
 def check(given: dict[str, Any], top_k: int) -> None:
@@ -46,7 +50,8 @@ def check(given: dict[str, Any], top_k: int) -> None:
     "options",
     [
         {},
-        {"packed": True, "heads": 16},
+        {"packed": True, "heads": 16, "pool_size": 4},
+        pytest.param({"heads": 3, "pool_size": 7, "block_size": 3}, marks=pytest.mark.thorough),
         pytest.param({"heads": 64, "dim": 128, "packed": True, "block_size": 24}, marks=pytest.mark.thorough),
         pytest.param({"heads": 2, "dim": 40, "block_size": 1}, marks=pytest.mark.thorough),
         pytest.param({"heads": 32, "dtype": torch.float16, "packed": True}, marks=pytest.mark.thorough),
@@ -76,6 +81,7 @@ def test_no_sequences_and_no_tokens(backend: str, device: torch.device) -> None:
     ("change", "message"),
     [
         ({"top_k": 0}, "top_k: 0"),
+        ({"pool_size": 0}, "pool_size: 0"),
         ({"q": torch.zeros(17, 129, 32)}, "q: 129 heads of 32"),
         ({"weights": torch.zeros(17, 5, dtype=torch.float16)}, "weights"),
         ({"key_cache": torch.zeros(3, 16, 35, dtype=torch.uint8)}, "key_cache"),
@@ -108,6 +114,7 @@ MUTATIONS = {
     "no fault": ("", ""),
     "negative products count": ("tl.where(products < 0, 0.0, products)", "products"),
     "no weights": ("products * weights[:, None]", "products"),
+    "the key of an open pool": ("end_key // POOL_SIZE", "(end_key + POOL_SIZE - 1) // POOL_SIZE"),
     "one key too many": ("+ token + 1).to", "+ token + 2).to"),
     "blocks in order": (
         "tl.load(block_table_ptr + seq * stride_table_seq + keys // KV_BLOCK_SIZE, mask=mask, other=0)",
@@ -124,6 +131,8 @@ MUTATIONS = {
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     with planted([module], [module], tmp_path, *MUTATIONS[fault]):
-        problems = [problem(device, packed=packed, heads=16) for packed in (False, True)]
+        problems = [
+            problem(device, packed=packed, heads=16, pool_size=size) for packed, size in ((False, 1), (True, 4))
+        ]
         is_found = any(turns_red(check, each, 12) for each in problems)
     assert is_found == (fault != "no fault")
