@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paged.cache.groups import DEFAULT_RING, CacheGroup, RecurrentSpec
+from paged.cache.groups import DEFAULT_RING, CacheGroup, ConvSpec, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.pooled_groups import PooledGroup
 from paged.errors import InvalidInputError
@@ -38,8 +38,9 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     """Return the cache configuration of a model: groups of equal K/V shape and window, and recurrent layers.
 
     The index keys of layer i form a further layer of the cache, with index num_layers + i. If an indexer pools tokens,
-    the further layer has its tokens' rows, and the pools' keys lie beside the latents, in all layers of their group.
-    The rows that the MLP of a layer with `shifts_mlp` keeps form such a further layer too.
+    the further layer has its tokens' rows, and the pools' keys lie beside the keys or latents of all layers of a group.
+    The rows that the MLP of a layer with `shifts_mlp` keeps form such a further layer too. Layers with n-grams have two
+    more: index 2 * num_layers + i for rows of the convolution, and 3 * num_layers + i for token ids.
 
     fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys.
     """
@@ -72,8 +73,25 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
                 conv_layers.append(num_layers + index)
         if conv_layers:
             num_layers *= 2
-        fields["recurrent"] = replace(spec, layers=tuple(recurrent), conv_layers=tuple(conv_layers))
+        other_convs = _ngram_rows(config)
+        if other_convs:
+            num_layers = 4 * config.num_layers
+        fields["recurrent"] = replace(
+            spec, layers=tuple(recurrent), conv_layers=tuple(conv_layers), other_convs=other_convs
+        )
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
+
+
+def _ngram_rows(config: DecoderConfig) -> tuple[ConvSpec, ...]:
+    """Return what layers with n-grams keep of earlier tokens: rows of a convolution over all streams, and token ids."""
+    convs: list[ConvSpec] = []
+    for index, ngrams in enumerate(config.ngrams):
+        if ngrams is not None:
+            assert config.streams is not None
+            channels = config.streams.count * config.hidden_size
+            convs.append(ConvSpec(2 * config.num_layers + index, channels, ngrams.span))
+            convs.append(ConvSpec(3 * config.num_layers + index, ngrams.order - 1, ngrams.order, torch.float32))
+    return tuple(convs)
 
 
 def _with_index_keys(
@@ -81,13 +99,13 @@ def _with_index_keys(
 ) -> list[CacheGroup]:
     """Return the groups with room for the keys of indexers, in a cache of `dtype`."""
     key_size = index.key_size(dtype)
-    if isinstance(index, BlockIndexConfig) or index.pool_size == 1:
+    if index.pool_size == 1:
         return [*groups, CacheGroup(key_layers, 1, key_size, key_size, latent=True)]
     pooled: list[CacheGroup] = []
     for group in groups:
-        if group.latent:
-            shape = group.layers, group.num_kv_heads, group.head_dim, group.v_head_dim, group.sliding_window, True
-            group = PooledGroup(*shape, pool_size=index.pool_size, entry_size=key_size)
+        if group.latent or isinstance(index, BlockIndexConfig):
+            shape = group.layers, group.num_kv_heads, group.head_dim, group.v_head_dim, group.sliding_window
+            group = PooledGroup(*shape, group.latent, pool_size=index.pool_size, entry_size=key_size)
         pooled.append(group)
     row_size = index.row_size(dtype)
     return [*pooled, CacheGroup(key_layers, 1, row_size, row_size, sliding_window=1, latent=True)]

@@ -43,7 +43,8 @@ class DeviceMemory:
         if level == 2 or not on_host:  # at level 1, weights stay in host memory
             storages: dict[int, torch.UntypedStorage] = {}
             for parameter in self._network.parameters():
-                if not parameter.is_mkldnn:
+                is_kept = parameter.is_mkldnn or _is_on_host(parameter) != on_host  # such as `HostParameter`
+                if not is_kept:
                     storage = parameter.untyped_storage()
                     storages[storage.data_ptr()] = storage
             freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]

@@ -16,8 +16,16 @@ from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.recurrent_config import GatedDeltaConfig, KimiDeltaConfig, RecurrentConfig, Rwkv7Config
+from paged.models.layers.recurrent_config import (
+    HASH_NUMBERS,
+    GatedDeltaConfig,
+    KimiDeltaConfig,
+    NgramConfig,
+    RecurrentConfig,
+    Rwkv7Config,
+)
 from paged.models.loading.given_tensors import GivenTensors
+from paged.models.loading.host_parameter import allocate
 from paged.models.loading.kv_scales import load_kv_scales, split_kv_scales
 from paged.models.loading.text_prefix import BESIDE_BODY, TextPrefix, find_text_prefix
 from paged.models.loading.weights import (
@@ -44,6 +52,8 @@ _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\."
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
 _FUSED_MLP = re.compile(r"model\.layers\.\d{1,9}\.(?:\w+\.)+gate_up_proj\.weight")
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
+# Tensors of Qwen4-Exp that serve statistics, or that its authors' code makes and does not read.
+_UNUSED = re.compile(r"\.ple_embedding\.(?:hashstats_\w+|token_lookup)\Z|\bmodel\.norm\.block_inject_weight\.")
 _BODY_MODULE = re.compile(r"model\.\w+\.(?:weight|bias)\w*|model\.rotary_emb\.alpha")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -85,8 +95,7 @@ def load_network(
     stored = without_zero_biases(stored, full_network.destinations())
     check_weights(stored, full_network.destinations(), tied_head=config.tie_word_embeddings, folder=place)
     network, parts = rank_network(full_network, config, dtype, share)
-    # Like `to_empty`, whose `empty_like` of a meta tensor would import sympy for 0.25 s.
-    network._apply(lambda meta: torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device))
+    network._apply(partial(allocate, device=device))
     network.join(ranks)
     if network is not full_network:
         network.num_weights = num_weights(full_network)
@@ -116,6 +125,7 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
 
     Each layer's experts are separate or stacked; experts with biases are always stacked. Convolutions of q, k and v are
     three tensors or one. Decay rates have one dimension or four. RWKV-7's weights of shifts are six tensors or one.
+    Tables of n-grams are many tensors or one, and the numbers of their hashes may be stored.
     Gate and up of an MLP may be one tensor. Without tensors, the layout is the published one.
     """
     shapes: dict[int, list[int]] = {}
@@ -148,7 +158,16 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     fused_mlp = config.fused_mlp
     if fused_mlp is None:
         fused_mlp = any(map(_FUSED_MLP.fullmatch, stored))
-    return replace(config, moe=tuple(moes), recurrent=tuple(recurrent), fused_mlp=fused_mlp)
+    ngrams: list[NgramConfig | None] = []
+    for layer, ngram in enumerate(config.ngrams):
+        prefix = f"model.layers.{layer}.ple.ple_embedding"
+        if ngram is not None:
+            stored_hash = tuple(name for name in HASH_NUMBERS if f"{prefix}.{name}" in stored)
+            ngram = replace(ngram, stored_hash=stored_hash)
+            if f"{prefix}.ngram_embedding.weight" in stored:
+                ngram = replace(ngram, num_parts=0)
+        ngrams.append(ngram)
+    return replace(config, moe=tuple(moes), recurrent=tuple(recurrent), fused_mlp=fused_mlp, ngrams=tuple(ngrams))
 
 
 def text_prefix(network_class: type[Network], config: DecoderConfig, stored: Iterable[str]) -> TextPrefix:
@@ -298,7 +317,9 @@ def _tensors_of(
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor belongs to a multi-token layer, or to unused keys and values."""
+    """Return whether a tensor belongs to a multi-token layer or to unused keys and values, or is of `_UNUSED`."""
+    if _UNUSED.search(name):
+        return True
     match = _LAYER.match(name)
     if match is None:
         # ERNIE 4.5, MiMo, MiniMax and Qwen store multi-token layers apart.

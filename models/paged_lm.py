@@ -123,7 +123,10 @@ class PagedCausalLM(DecoderOnlyLLM):
 
     def parameter_bytes(self) -> int:
         """Return the device memory of this rank's weights, with the scales of packed weights."""
-        num_bytes = sum(parameter.nbytes for parameter in self.network.parameters())
+        num_bytes = 0
+        for parameter in self.network.parameters():
+            if parameter.device.type == self.device.type:  # a `HostParameter` is not on a GPU
+                num_bytes += parameter.nbytes
         for module in self.network.modules():
             if isinstance(module, CpuProducts):
                 num_bytes += module.nbytes

@@ -36,6 +36,7 @@ from paged.models.families.mamba import MAMBAS
 from paged.models.families.minimax import MINIMAX
 from paged.models.families.mistral_large import MistralLarge4
 from paged.models.families.network import Network
+from paged.models.families.qwen4 import QWEN4
 from paged.models.families.rwkv import RWKV
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
@@ -76,6 +77,7 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **KIMI,
     **MAMBAS,
     **MINIMAX,
+    **QWEN4,
     **RWKV,
     "Gemma4ForCausalLM": Gemma4,
 }

@@ -37,6 +37,7 @@ WRAPPERS = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen4ExpForConditionalGeneration": "qwen4_exp_text",
 }
 # Published models without a text_config: their config.json has the text model's keys beside its own.
 _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")

@@ -101,6 +101,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "qwen3_next": (151_936, 2048, 5632, 48, 16, 2, 256, 32_768, 1e-6, 1e4),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16, None, 128_000, 1e-6, 5e5),
     "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32, 128, 128_000, 1e-6, 5e5),
+    "qwen4_exp_text": (248_320, 2048, None, 40, 16, 2, 256, 32_768, 1e-6, 1e4),
     "rwkv7": (32_000, 2048, None, 24, None, None, 64, 2048, None, None),
     "seed_oss": (155_136, 4096, 27_648, 64, 80, 8, 128, 524_288, 1e-6, 1e4),
     "smollm3": (128_256, 2048, 11_008, 36, 16, 4, None, 32_768, 1e-6, 2e6),
@@ -362,6 +363,12 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "qwen3_vl_moe_text": {
         "moe_intermediate_size": 1408, "decoder_sparse_step": 1, "num_experts": 60, "num_experts_per_tok": 4,
+    },
+    "qwen4_exp_text": {
+        **_GATED_DELTA_MOE, "partial_rotary_factor": 1.0, "num_experts": 512, "num_experts_per_tok": 10,
+        "norm_topk_prob": True, "hc_count": 4, "hc_lowrank": 320, "ple_conv_kernel_size": 4, "ngram_size": 3,
+        "heads_per_ngram": 8, "ngram_vocab_size_base": 20_000_000, "make_ngram_vocab_size_divisible_by": 128,
+        "seed": 1234, "split_ngram_parts": 512,
     },
     "rwkv7": {
         "hidden_act": "sqrelu", "norm_eps": 1e-5, "decay_low_rank_dim": 64, "gate_low_rank_dim": 128,

@@ -32,10 +32,15 @@ def _qwen(hf: HfConfig, *, by_head: bool = False) -> dict[str, Any]:
 
     Every fourth layer has attention with an output gate; the others are gated delta nets.
     """
-    for key, known in _QWEN_BUILT_IN.items():
-        hf.choice(key, known)
     interval = hf.integer("full_attention_interval")
     kinds = layer_kinds(hf, _KINDS, lambda layer: _KINDS[(layer + 1) % interval == 0])
+    return _qwen_layers(hf, kinds, by_head=by_head)
+
+
+def _qwen_layers(hf: HfConfig, kinds: tuple[str, ...], *, by_head: bool = False) -> dict[str, Any]:
+    """Return the fields of gated delta nets and gated attention, for layers of these kinds."""
+    for key, known in _QWEN_BUILT_IN.items():
+        hf.choice(key, known)
     fraction = hf.number("partial_rotary_factor")
     gate = "silu"
     if hf.choice("output_gate_type", "silu", "swish", "sigmoid") == "sigmoid":
@@ -74,10 +79,26 @@ def _gated_delta(hf: HfConfig, **fields: Any) -> GatedDeltaConfig:
 
 def _qwen3_5_moe(hf: HfConfig) -> dict[str, Any]:
     """Qwen3.5 to 3.8 with experts in every layer and routing weights that sum to 1."""
+    return dict(**_qwen(hf), **_qwen_experts(hf))
+
+
+def _qwen_experts(hf: HfConfig) -> dict[str, Any]:
     hf.choice("norm_topk_prob", True)
     shared_size = hf.integer("shared_expert_intermediate_size")
     moe = qwen_experts(hf, renormalize=True, shared_size=shared_size, **_SHARED)
-    return dict(**_qwen(hf), moe=moe, intermediate_size=hf.integer("moe_intermediate_size"))
+    return {"moe": moe, "intermediate_size": hf.integer("moe_intermediate_size")}
+
+
+def qwen4_exp(hf: HfConfig) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the kinds of Qwen4-Exp's layers, and the fields that it shares with Qwen3.5.
+
+    Published files name its attention "full_attention", transformers "indexed_attention".
+    """
+    interval = hf.integer("full_attention_interval")
+    known = (*_KINDS, "indexed_attention")
+    kinds = layer_kinds(hf, known, lambda layer: _KINDS[(layer + 1) % interval == 0])
+    kinds = tuple(kind.replace("indexed", "full") for kind in kinds)
+    return kinds, _qwen_layers(hf, kinds) | _qwen_experts(hf)
 
 
 def _qwen3_next(hf: HfConfig) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from paged.models.families.network import DecoderLayer
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm
-from paged.models.layers.hyper_connection import HyperConnection, StreamsHead
+from paged.models.layers.hyper_connection import GatedMix, GatedResidual, HyperConnection, StreamsHead
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -19,8 +19,14 @@ class StreamsLayer(DecoderLayer):
         super().__init__(config, index)
         assert config.streams is not None
         self.num_streams = config.streams.count
-        self.attention_streams = HyperConnection(config, config.streams, "hc_attn")
-        self.mlp_streams = HyperConnection(config, config.streams, "hc_ffn")
+        self.attention_streams: HyperConnection | GatedResidual
+        self.mlp_streams: HyperConnection | GatedResidual
+        if isinstance(config.streams, GatedStreamsConfig):
+            self.attention_streams = GatedResidual(config, config.streams, "attn_hyper_connection")
+            self.mlp_streams = GatedResidual(config, config.streams, "mlp_hyper_connection")
+        else:
+            self.attention_streams = HyperConnection(config, config.streams, "hc_attn")
+            self.mlp_streams = HyperConnection(config, config.streams, "hc_ffn")
 
     def forward(
         self,
@@ -34,15 +40,13 @@ class StreamsLayer(DecoderLayer):
 
         The returned hidden states are part of the streams already.
         """
-        assert self.before_attention is not None
-        assert self.before_mlp is not None
         streams = residual
         if streams is None:
-            streams = hidden[:, None].expand(-1, self.num_streams, -1)
+            streams = self.begin(hidden)
 
         # Attention, or the recurrent part.
         mixed = self.attention_streams(streams)
-        attended = self.attend(self.before_attention(mixed.x)[0], positions, metadata, outputs)
+        attended = self.attend(_normed(self.before_attention, mixed.x), positions, metadata, outputs)
         if self.ranks.size > 1:
             attended = self.ranks.sum(attended)
         lora = metadata.lora
@@ -52,10 +56,14 @@ class StreamsLayer(DecoderLayer):
 
         # The MLP, or experts.
         mixed = self.mlp_streams(streams)
-        hidden = getattr(self, self.mlp_name)(self.before_mlp(mixed.x)[0], lora)
+        hidden = getattr(self, self.mlp_name)(_normed(self.before_mlp, mixed.x), lora)
         if self.ranks.size > 1:
             hidden = self.ranks.sum(hidden)
         return hidden, mixed.join(hidden, streams)
+
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the streams before the first layer, which are all the embedded tokens."""
+        return hidden[:, None].expand(-1, self.num_streams, -1)
 
     def destinations(self, prefix: str) -> Destinations:
         streams = self.attention_streams.destinations(prefix) | self.mlp_streams.destinations(prefix)
@@ -67,7 +75,7 @@ class StreamsNorm(RmsNorm):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.norms)
-        assert config.streams is not None
+        assert isinstance(config.streams, StreamsConfig)
         self.head: StreamsHead | None = None
         if config.streams.has_head:
             self.head = StreamsHead(config, config.streams)
@@ -87,3 +95,21 @@ class StreamsNorm(RmsNorm):
         if self.head is not None:
             destinations |= self.head.destinations(prefix.rpartition(".")[0])
         return destinations
+
+
+class StreamsMix(GatedMix):
+    """The final mix of all streams, which contains their norm."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (mixed, residual). residual: [T, N, hidden_size], which contains x already."""
+        assert residual is not None
+        mixed, _ = self.mix(residual)
+        return mixed, residual
+
+
+def _normed(norm: RmsNorm | None, x: torch.Tensor) -> torch.Tensor:
+    """Return x after the norm; mixes of streams that contain their norm have no further one."""
+    if norm is None:
+        return x
+    normed: torch.Tensor = norm(x)[0]
+    return normed

@@ -29,6 +29,7 @@ from paged.models.layers.indexer import PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.learned_rotation import LearnedRotation
+from paged.models.layers.mean_indexer import MeanIndexer
 from paged.models.layers.recurrent import GatedDeltaNet, Mamba2, RecurrentLayer, ShortConv
 from paged.models.layers.recurrent_config import (
     GatedDeltaConfig,
@@ -336,9 +337,9 @@ class Network(nn.Module):
             if indexer is not None:
                 key_layer = len(layers) + index  # cache of the indexer's keys or rows, see `cache_config`
                 keys, table = held.of(kv_manager.k_cache(key_layer)), kv_manager.table_of(key_layer)
-                if isinstance(indexer, PooledIndexer):
+                if isinstance(indexer, (MeanIndexer, PooledIndexer)):
                     entries = held.of(kv_manager.entries(source))
-                    indexer.set_pools(entries, kv_manager.table_of(source), keys, table)
+                    indexer.set_pools(entries, kv_manager.table_of(source), keys, table, tables[rotation])
                 else:
                     indexer.set_cache(keys, table, tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)

@@ -20,6 +20,7 @@ from paged.models.layers.attention_options import AxesRotation, HeadGate, HeadsO
 from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.indexer import BlockIndexer
+from paged.models.layers.mean_indexer import MeanIndexer
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -103,9 +104,10 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(layer.head_dim, config.norms)
             if layer.shares_kv_with is None:
                 self.k_norm = RmsNorm(layer.head_dim, config.norms)
-        self.indexer: BlockIndexer | None = None
+        self.indexer: BlockIndexer | MeanIndexer | None = None
         if layer.block_index is not None:
-            self.indexer = BlockIndexer(config, layer, layer.block_index)
+            kind = BlockIndexer if layer.block_index.pool_size == 1 else MeanIndexer
+            self.indexer = kind(config, layer, layer.block_index)
         self.options = cast("Sequence[HeadsOption]", nn.ModuleList(heads_options(config, index)))
         self.sinks = empty_parameter(layer.num_heads) if layer.sinks else None
         self.window_size = layer.window_size

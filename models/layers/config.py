@@ -8,7 +8,7 @@ import torch
 
 from paged.errors import UnsupportedError
 from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES
-from paged.models.layers.recurrent_config import RecurrentConfig
+from paged.models.layers.recurrent_config import NgramConfig, RecurrentConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.quantization.layouts import Quantization
 
@@ -72,18 +72,22 @@ class IndexConfig:
 
 @dataclass(frozen=True)
 class BlockIndexConfig:
-    """An indexer of block-sparse attention, with a head for each KV head.
+    """An indexer of block-sparse attention.
 
     Attributes:
         top_k: number of blocks that a query and a KV head attend to.
         block_size: positions of a block.
         local_blocks: the last blocks of a query, its own and those before, are among the top_k.
+        num_heads: heads that choose the same blocks for all KV heads; None for a head for each KV head.
+        pool_size: as in IndexConfig: 1, or the positions of a block. See `MeanIndexer`.
     """
 
     head_dim: int
     top_k: int
     block_size: int
     local_blocks: int
+    num_heads: int | None = None
+    pool_size: int = 1
 
     def key_size(self, dtype: torch.dtype) -> int:
         """Return the elements of a key in a cache of `dtype`: plain keys, or in 8 bits e4m3 keys and a float32 scale.
@@ -94,6 +98,10 @@ class BlockIndexConfig:
         if dtype.itemsize > 1:
             return self.head_dim
         return IndexConfig(1, self.head_dim, 1, interleaved=False).key_size(dtype)
+
+    def row_size(self, dtype: torch.dtype) -> int:
+        """Return the elements of a token's key in a cache of `dtype`; in a cache of 8 bits it has 16."""
+        return self.head_dim * max(1, 2 // dtype.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +121,19 @@ class StreamsConfig:
     num_iterations: int = 0
     magnitude: float = 2.0
     has_head: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedStreamsConfig:
+    """Several residual streams, see `GatedResidual`.
+
+    Attributes:
+        count: number of streams.
+        rank: inner size of the projections that make the streams' gates.
+    """
+
+    count: int
+    rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +371,7 @@ class DecoderConfig:
         snapshot_period: number of layers from one snapshot of the residual stream to the next, see `SnapshotLayer`; 0
             for a plain residual stream.
         streams: several residual streams; None for one.
+        ngrams: features of the last tokens that each layer adds to the streams; None for a layer without.
         logits_softcap: logits become softcap * tanh(logit / softcap); 0 for no cap.
         head_bias: whether the head has a bias.
         tie_word_embeddings: whether the head's weights are the embedding.
@@ -384,7 +406,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     snapshot_period: int = 0
-    streams: StreamsConfig | None = None
+    streams: StreamsConfig | GatedStreamsConfig | None = None
+    ngrams: tuple[NgramConfig | None, ...] = ()
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     head_bias: bool = False

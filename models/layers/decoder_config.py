@@ -40,7 +40,7 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
 
     Args:
         hf: config.json.
-        fields: fields that the family gives. A field of AttentionConfig, `moe`, `recurrent`, `attends` and
+        fields: fields that the family gives. A field of AttentionConfig, `moe`, `recurrent`, `ngrams`, `attends` and
             `intermediate_size` take a tuple with an entry per layer, or one value for all layers.
 
     Raises:
@@ -55,6 +55,7 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     values.setdefault("v_head_dim", values["head_dim"])
     values.setdefault("moe", None)
     values.setdefault("recurrent", None)
+    values.setdefault("ngrams", None)
     if "attends" not in fields:
         recurrent = _per_layer(values["recurrent"], num_layers)
         values["attends"] = for_kind(recurrent, None, value=True, otherwise=False)
@@ -71,7 +72,7 @@ def decoder_config(hf: HfConfig, **fields: Any) -> DecoderConfig:
     for index in range(num_layers):
         fields_of_layer = {name: values_of_layers[index] for name, values_of_layers in layers.items()}
         attention.append(AttentionConfig(**fields_of_layer))
-    for name in ("moe", "recurrent", "attends", "intermediate_size"):
+    for name in ("moe", "recurrent", "ngrams", "attends", "intermediate_size"):
         values[name] = _per_layer(values[name], num_layers)
     config = DecoderConfig(attention=tuple(attention), norms=norms, **values)
     for layer in set(attention):

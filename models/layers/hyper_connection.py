@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from paged.models.layers.config import DecoderConfig, StreamsConfig
-from paged.models.layers.decoder import empty_parameter
+from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
+from paged.models.layers.decoder import RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
 
 
@@ -23,7 +24,7 @@ class Mixed(NamedTuple):
 
     x: torch.Tensor
     gains: torch.Tensor
-    carried: torch.Tensor | None
+    carried: torch.Tensor | None = None
 
     def rows(self, rows: torch.Tensor) -> Mixed:
         """Return these rows of all tensors."""
@@ -118,3 +119,69 @@ class StreamsHead(StreamWeights):
     def forward(self, streams: torch.Tensor) -> torch.Tensor:
         """Return [T, hidden_size]. streams: [T, N, hidden_size]."""
         return self.collapsed(streams, self.logits(streams) * self.scale + self.base)
+
+
+class StreamsRmsNorm(RmsNorm):
+    """An RMS norm of each stream, with weights of its own for every stream."""
+
+    def __init__(self, config: DecoderConfig, count: int) -> None:
+        super().__init__(count * config.hidden_size, config.norms)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (normed, x), both [T, N, hidden_size]; computed in float32."""
+        wide = x.float()
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (wide * self.weight.view(x.shape[1:])).to(x.dtype), x
+
+
+class GatedMix(nn.Module):
+    """The mean of normalised streams, each channel times a gate that low-rank projections of all streams make.
+
+    From Qwen4-Exp (Qwen, 2026): x = mean_i(sigmoid(up silu(down n / N))_i * n_i), where n are the N streams after their
+    norm. Checkpoints never pack these weights.
+
+    name: name of the module in a checkpoint; empty if `destinations` is given the module's own name.
+    """
+
+    def __init__(self, config: DecoderConfig, sizes: GatedStreamsConfig, name: str = "") -> None:
+        super().__init__()
+        self.name, self.count = name, sizes.count
+        wide = sizes.count * config.hidden_size
+        self.norm = StreamsRmsNorm(config, sizes.count)
+        self.down = empty_parameter(sizes.rank, wide)
+        self.up = empty_parameter(wide, sizes.rank)
+
+    def mix(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (x [T, hidden_size], normalised streams [T, N * hidden_size]). streams: [T, N, hidden_size]."""
+        normed, _ = self.norm(streams)  # [T, N, hidden_size]
+        wide = normed.flatten(1)  # [T, N * hidden_size]
+        inner = functional.silu(functional.linear(wide, self.down) / self.count)  # [T, rank]
+        gates = functional.linear(inner, self.up).sigmoid()  # [T, N * hidden_size]
+        return (gates.view_as(normed) * normed).mean(1), wide
+
+    def destinations(self, prefix: str) -> Destinations:
+        """Return the tensors; prefix: name of the module's parent."""
+        path = ".".join(filter(None, (prefix, self.name)))
+        return {
+            **self.norm.destinations(f"{path}.hc_norm"),
+            f"{path}.input_mix_weight_down.weight": self.down,
+            f"{path}.input_mix_weight_up.weight": self.up,
+        }
+
+
+class GatedResidual(GatedMix):
+    """The gated residual of Qwen4-Exp: each stream gets the output times 2 sigmoid(w_i n / N), and stays besides."""
+
+    def __init__(self, config: DecoderConfig, sizes: GatedStreamsConfig, name: str) -> None:
+        super().__init__(config, sizes, name)
+        self.inject = empty_parameter(sizes.count, sizes.count * config.hidden_size)
+
+    def forward(self, streams: torch.Tensor) -> Mixed:
+        """Mix streams [T, N, hidden_size]."""
+        x, wide = self.mix(streams)
+        gains = 2 * (functional.linear(wide, self.inject) / self.count).sigmoid()  # [T, N]
+        return Mixed(x, gains.float().unsqueeze(-1))
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = super().destinations(prefix)
+        return destinations | {f"{prefix}.{self.name}.block_inject_weight.weight": self.inject}

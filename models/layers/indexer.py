@@ -45,6 +45,26 @@ class CachedKeys(nn.Module):
         return cache.view(torch.uint8)  # e4m3 keys and their scales
 
 
+class PooledKeys(CachedKeys):
+    """An indexer's keys: one for each pool of consecutive tokens, and rows of the tokens of open pools.
+
+    key_cache: keys of pools, which lie beside the layer's keys or latents. row_cache: a row of each token,
+    [num_blocks, block_size, elements], in a table of its own.
+    """
+
+    row_cache: torch.Tensor
+    row_table: int
+
+    def set_pools(
+        self, entries: torch.Tensor, table: int, row_cache: torch.Tensor, row_table: int, cos_sin_cache: torch.Tensor
+    ) -> None:
+        """Give the indexer the caches of pools and of tokens, the indices of their tables, and the rotary table."""
+        self.key_cache, self.table, self.row_table = self._as_keys(entries), table, row_table
+        self.row_cache, self.cos_sin_cache = row_cache.squeeze(2), cos_sin_cache
+        if self.row_cache.dtype.itemsize == 1:
+            self.row_cache = self.row_cache.view(torch.bfloat16)
+
+
 class Indexer(CachedKeys):
     """The lightning indexer (DeepSeek-AI, "DeepSeek-V3.2", 2025): small heads that score every key of a query.
 
@@ -157,18 +177,14 @@ class HiddenIndexer(Indexer):
         }
 
 
-class PooledIndexer(Indexer):
+class PooledIndexer(Indexer, PooledKeys):
     """The indexer of GLM-5.3 (Z.ai, 2026): it chooses pools of consecutive tokens, whose keys do not rotate.
 
     A pool's key is written when its last token is; see `write_pooled_entries` for the formula. A query attends to all
     tokens of the best pools and to its own pool as far as that is open.
 
-    key_cache: keys of pools, which lie beside the layer's latents. row_cache: key and gate of each token of open pools,
-    [num_blocks, block_size, 2 * head_dim], in a table of their own.
+    A token's row is its key and gate, 2 * head_dim elements.
     """
-
-    row_cache: torch.Tensor
-    row_table: int
 
     def __init__(self, hidden_size: int, q_rank: int, config: IndexConfig) -> None:
         super().__init__(hidden_size, q_rank, config)
@@ -176,13 +192,6 @@ class PooledIndexer(Indexer):
         self.position_bias = empty_parameter(config.pool_size, config.head_dim)
         self.write_pooled_entries = Bound(write_pooled_entries, by=2)
         self.choose_blocks = Bound(choose_blocks, step="plan")
-
-    def set_pools(self, entries: torch.Tensor, table: int, row_cache: torch.Tensor, row_table: int) -> None:
-        """Give the indexer the caches of pools and of tokens, and the indices of their block tables."""
-        self.key_cache, self.table, self.row_table = self._as_keys(entries), table, row_table
-        self.row_cache = row_cache.squeeze(2)
-        if self.row_cache.dtype.itemsize == 1:
-            self.row_cache = self.row_cache.view(torch.bfloat16)
 
     def _write(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Write the rows of all tokens, then the keys of the pools that they close."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,3 +175,51 @@ class Rwkv7Config(RecurrentConfig):
     @property
     def channels(self) -> int:
         return self.size
+
+
+# Numbers of a hash that a checkpoint may store beside its tables.
+HASH_NUMBERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig:
+    """Features of a token and those before it, from hashed tables: the per-layer embedding of Qwen4-Exp (Qwen, 2026).
+
+    For each n from 2 to `order`, several heads hash the last n tokens to a row of a table of their own.
+
+    Attributes:
+        order: largest n.
+        size: elements of a token's rows of all heads.
+        conv_width: taps of the causal convolution, which are `order` tokens apart.
+        table_sizes: rows that each head's hash may name; the heads of n = 2 come first.
+        multipliers: factors of the hash for a token, the token before it, and so on.
+        num_rows: rows of all tables in one tensor.
+        num_parts: parts of that tensor in a checkpoint; 0 if it is whole.
+        separator: token that ends a text. Tokens before it do not count, and it stands for missing tokens.
+        stored_hash: those of `HASH_NUMBERS` that a checkpoint stores; they must equal the numbers given here.
+    """
+
+    order: int
+    size: int
+    conv_width: int
+    table_sizes: tuple[int, ...]
+    multipliers: tuple[int, ...]
+    num_rows: int
+    num_parts: int
+    separator: int
+    stored_hash: tuple[str, ...] = ()
+
+    @property
+    def span(self) -> int:
+        """Tokens from the convolution's first tap to its last."""
+        return (self.conv_width - 1) * self.order + 1
+
+    @property
+    def num_table_elements(self) -> int:
+        """Elements of all tables."""
+        return self.num_rows * self.size // len(self.table_sizes)
+
+    @property
+    def table_offsets(self) -> tuple[int, ...]:
+        """First row of each head's table."""
+        return tuple(accumulate(self.table_sizes[:-1], initial=0))

@@ -217,6 +217,35 @@ _MOST = (1 << 31) - 2
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """Rows of a causal convolution in a further layer, whose shape is not that of the recurrent layers.
+
+    Attributes:
+        layer: index of the layer.
+        channels, width: as `conv_channels` and `conv_width` of `RecurrentSpec`.
+        dtype: dtype of the rows; None for that of the recurrent layers' rows.
+    """
+
+    layer: int
+    channels: int
+    width: int
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("layer", 0), ("channels", 1), ("width", 2)):
+            number = as_int(f"convolution's {name}", getattr(self, name), low=least, high=_MOST)
+            object.__setattr__(self, name, number)
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise InvalidInputError(
+                f"convolution's dtype: {shown(self.dtype)}, expected a floating point dtype or None"
+            )
+
+    def num_bytes(self, num_rows: int, dtype: torch.dtype) -> int:
+        """Return the bytes of rows; dtype: of the recurrent layers' rows."""
+        return num_rows * self.channels * (self.dtype or dtype).itemsize
+
+
+@dataclass(frozen=True)
 class RecurrentSpec:
     """Shape of the states of all recurrent layers, which is the same in each layer.
 
@@ -226,6 +255,7 @@ class RecurrentSpec:
     Attributes:
         layers: layer indices of the model's recurrent layers.
         conv_layers: indices of further layers that have rows of such a convolution, but no S.
+        other_convs: further layers with rows of another convolution.
         conv_channels, conv_width: channels of the causal convolution, and how many tokens it reads, the current one
             included.
         num_heads, head_dim, num_key_heads, key_dim: S is [num_heads, head_dim, key_dim] (values by keys); heads of one
@@ -265,6 +295,7 @@ class RecurrentSpec:
     rank: int = 1
     state_dtype: torch.dtype = torch.float32
     conv_layers: tuple[int, ...] = ()
+    other_convs: tuple[ConvSpec, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("layers", "conv_layers"):
@@ -313,8 +344,8 @@ class RecurrentSpec:
 
     @property
     def all_layers(self) -> tuple[int, ...]:
-        """Layers with rows of a convolution: `layers`, then `conv_layers`."""
-        return (*self.layers, *self.conv_layers)
+        """Layers with rows of a convolution: `layers`, `conv_layers`, then those of `other_convs`."""
+        return (*self.layers, *self.conv_layers, *(conv.layer for conv in self.other_convs))
 
     @property
     def state_bytes(self) -> int:
@@ -324,11 +355,15 @@ class RecurrentSpec:
 
     def conv_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's convolution rows of `dtype`, without the rows in the ring."""
-        return len(self.all_layers) * (self.conv_width - 1) * self.conv_channels * dtype.itemsize
+        num_layers = len(self.layers) + len(self.conv_layers)
+        num_bytes = num_layers * (self.conv_width - 1) * self.conv_channels * dtype.itemsize
+        return num_bytes + sum(conv.num_bytes(conv.width - 1, dtype) for conv in self.other_convs)
 
     def ring_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's ring, with convolution rows of `dtype`."""
-        num_bytes = len(self.all_layers) * self.ring * self.conv_channels * dtype.itemsize
+        num_layers = len(self.layers) + len(self.conv_layers)
+        num_bytes = num_layers * self.ring * self.conv_channels * dtype.itemsize
+        num_bytes += sum(conv.num_bytes(self.ring, dtype) for conv in self.other_convs)
         for name, shape in self.state_shapes().items():
             if name != "state":
                 num_bytes += len(self.layers) * 4 * math.prod(shape)

@@ -216,7 +216,7 @@ class SlotMemory:
 class StateTensors(SlotMemory):
     """State tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`.
 
-    `conv` has the layers of `conv_layers` too, behind the others.
+    `conv` has the layers of `conv_layers` too, behind the others. Each layer of `other_convs` has a tensor of its own.
     """
 
     def __init__(
@@ -229,8 +229,11 @@ class StateTensors(SlotMemory):
             conv_dtype = cache_dtype if is_wide else torch.float32
         slots, rows = spec.num_slots + 1, spec.conv_width - 1 + spec.ring
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            "conv": ((len(spec.all_layers), slots, rows, spec.conv_channels), conv_dtype)
+            "conv": ((len(spec.layers) + len(spec.conv_layers), slots, rows, spec.conv_channels), conv_dtype)
         }
+        for conv in spec.other_convs:
+            conv_shape = 1, slots, conv.width - 1 + spec.ring, conv.channels
+            shapes[_conv_name(conv.layer)] = conv_shape, conv.dtype or conv_dtype
         for name, shape in spec.state_shapes().items():
             dtype = spec.state_dtype if name == "state" else torch.float32
             shapes[name] = (len(spec.layers), slots, *shape), dtype
@@ -245,13 +248,16 @@ class StateTensors(SlotMemory):
             raise InvalidInputError(f"recurrent: no states of shapes {shapes}: {error}") from error
         self.layers = {layer: index for index, layer in enumerate(spec.all_layers)}
         self._num_whole = len(spec.layers)
+        self._of_layer = ("conv", *spec.state_shapes())
 
     def layer(self, layer: int) -> RecurrentState:
-        """Return the views of one recurrent layer; a layer of `conv_layers` has `conv` alone."""
-        index = self.layers[layer]
+        """Return the views of one recurrent layer; layers of `conv_layers` and `other_convs` have `conv` alone."""
+        index, other = self.layers[layer], self.all.get(_conv_name(layer))
+        if other is not None:
+            return RecurrentState(other[0])
         if index >= self._num_whole:
             return RecurrentState(self.all["conv"][index])
-        tensors = {name: tensor[index] for name, tensor in self.all.items()}
+        tensors = {name: self.all[name][index] for name in self._of_layer}
         return RecurrentState(tensors.pop("conv"), **tensors)
 
 
@@ -531,6 +537,11 @@ class KvCacheTensors:
         ids = np.array(blocks[table :: self._num_tables], np.int64)[indices]
         device = self.storage.device
         return torch.from_numpy(ids).to(device), torch.from_numpy(within).to(device)
+
+
+def _conv_name(layer: int) -> str:
+    """Return the name of the rows of a layer of `other_convs`."""
+    return f"conv_{layer}"
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Needs(NamedTuple):
 
     parameters: int
     weight_bytes: int
+    host_bytes: int | None
     kv_bytes_per_token: int
     kv_tokens: int | None
     state_bytes: int | None
@@ -62,6 +63,7 @@ def summarize(
         tensors: number of elements by dtype.
         stored_bytes: size of the weight files.
         weight_bytes: size after loading; packed weights stay packed, all others have `dtype`.
+        host_bytes: part of them that stays in host memory beside a GPU; None for no such weights.
         kv_bytes_per_token: K and V of all layers.
         state_bytes, conv_bytes: recurrent states of a sequence, and rows of their convolutions.
         kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights; None also
@@ -104,6 +106,7 @@ def summarize(
         "max_seq_len": _integer(hf, "max_position_embeddings"),
         "stored_bytes": sum(file.stat().st_size for file in files),
         "weight_bytes": None,
+        "host_bytes": None,
         "kv_bytes_per_token": None,
         "block_size": block_size,
         "device_bytes": device_bytes,
@@ -184,13 +187,18 @@ def _needs(
 ) -> Needs:
     cache = cache_config(share.config(config), block_size=block_size, dtype=cache_dtype)
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
+    num_table_elements = 0
+    if isinstance(config, DecoderConfig):
+        num_table_elements = sum(ngrams.num_table_elements for ngrams in config.ngrams if ngrams is not None)
+    host_bytes = num_table_elements * dtype.itemsize or None
     kv_tokens = None
     if device_bytes is not None and cache.has_kv:
         kv_tokens = 0
-        num_blocks = int((device_bytes - weight_bytes) * GPU_FRACTION) // cache.block_bytes(cache_dtype)
+        free_bytes = device_bytes - (weight_bytes - (host_bytes or 0))
+        num_blocks = int(free_bytes * GPU_FRACTION) // cache.block_bytes(cache_dtype)
         if num_blocks > 0:
             kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens
-    needs = Needs(parameters, weight_bytes, cache.token_bytes(cache_dtype), kv_tokens, None, None)
+    needs = Needs(parameters, weight_bytes, host_bytes, cache.token_bytes(cache_dtype), kv_tokens, None, None)
     if cache.recurrent is None:
         return needs
     states = replace(cache.recurrent, state_dtype=state_dtype)
@@ -208,7 +216,7 @@ def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dt
         return parameters, parameters * dtype.itemsize
     if config.quantization is not None:
         return _size(network_class, config, dtype, share)
-    fields = ("attention", "moe", "intermediate_size", "recurrent", "attends")
+    fields = ("attention", "moe", "intermediate_size", "recurrent", "ngrams", "attends")
     nothing: dict[str, Any] = dict.fromkeys(fields, ())
     none = replace(config, **nothing)
     base_parameters, base_bytes = _size(network_class, none, dtype, share)

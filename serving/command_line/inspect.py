@@ -46,6 +46,7 @@ _LINES = (
     ("longest sequence", "max_seq_len", "{max_seq_len:,} tokens"),
     ("files", "stored_bytes", "{stored}"),
     ("weights", "weight", "{weight}"),
+    ("tables", "host_bytes", "{host} of the weights, in host memory beside a GPU"),
     ("KV per token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
     ("state", "state_bytes", "{state} per sequence, and {conv} for convolutions"),
     ("calls of tools", "tools", "{tools}"),
@@ -286,7 +287,7 @@ def _print(summary: dict[str, Any]) -> None:
         values["fits"] = f"{capacity:,} tokens"
         if summary["max_seq_len"]:
             values["sequences"] = capacity // summary["max_seq_len"]
-    for name in ("stored", "weight", "device", "state", "conv"):
+    for name in ("stored", "weight", "host", "device", "state", "conv"):
         values[name] = _size(summary[f"{name}_bytes"])
     for name, needed, text in _LINES:
         if values[needed]:

@@ -72,6 +72,24 @@ _WORDS: dict[str, dict[str, Any]] = {
         "index_topk_blocks": 2,
         "layer_types": [_FULL, "minimax_m3_sparse"],
     },
+    # Pools of 4 positions; of up to 10, a query sees two and its own. All 16 products are negative once in 65,536.
+    "mean_indexer": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 32,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    # Tables of 53 rows and more; the separator occurs in prompts.
+    "ngrams": {
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 3,
+        "eos_token_id": 88,
+    },
     "half_rotates": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "yarn_mla": _yarn(mscale=0.7, mscale_all_dim=1.2),
     "untied": {"tie_word_embeddings": False},
@@ -297,6 +315,8 @@ FAMILIES = Families(
     qwen3_moe_with_dense_layer="Qwen3Moe experts mlp_only_layers=[0] hidden_act='gelu_pytorch_tanh'",
     qwen3_next="Qwen3Next gated_delta experts shared_expert_intermediate_size=48",
     qwen3_window_in_one_layer="Qwen3 window_from_1 tied",
+    qwen4_exp="""Qwen4ExpText gated_delta experts shared_expert_intermediate_size=48 mean_indexer ngrams hc_count=3
+        hc_lowrank=12 half_rotates output_gate_type='sigmoid' layer_types=['linear_attention','indexed_attention']""",
     rwkv7="""Rwkv7 num_hidden_layers=3 head_dim=16 decay_low_rank_dim=8 gate_low_rank_dim=12 a_low_rank_dim=8
         v_low_rank_dim=6 max_position_embeddings=2048 pad_token_id=0""",
     seed_oss="SeedOss attention_out_bias=True mlp_bias=True pad_token_id=0",
@@ -495,6 +515,8 @@ def randomize_vectors(model: Any) -> None:
             parameter.uniform_(0.5, 1.5)
         elif ".index_kpool_" in name:
             parameter.normal_()
+        elif name.endswith(".ple.conv1d.weight"):  # begins at 0
+            parameter.normal_(0, 0.3)
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.uniform_(0.1, 0.4)

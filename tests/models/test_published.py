@@ -102,6 +102,9 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
         own["sparse_attention_config"] = section | {"sparse_topk_blocks": 2}
     if "attn_layer_indices" in values:
         own["attn_layer_indices"] = [1]
+    if model_type == "qwen4_exp_text":
+        own |= {"ngram_vocab_size_base": 50, "split_ngram_parts": 3, "eos_token_id": 88, "indexer_budget": 8}
+        own |= {"ple_embed_dim": 64, "indexer_n_heads": 16, "linear_num_value_heads": 32}
     if model_type == "rwkv7":
         own |= {"num_heads": 4, "value_dim": [64] * layers}
     if model_type == "mamba2":

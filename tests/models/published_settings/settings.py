@@ -142,6 +142,8 @@ _ROWS = {
         moe=512 num_experts=512 top=10 shared=512 norm_topk_prob=True decoder_sparse_step=1 mlp_only_layers=[]
         output_router_logits=False router_aux_loss_coef=0.001 no_rope_scaling use_sliding_window=False untied
         v=151936""",
+    "Qwen/Qwen3.8-Flash-Next": """Qwen4Exp:qwen4_exp_text silu no_bias qwen4_exp h=2560 l=48 q=24 kv=2 d=256 max=262144
+        moe=640 num_experts=512 shared=640 top=10 eos_token_id=248044 eps=1e-6 untied v=248320""",
     "Qwen/Qwen3.5-27B": """Qwen3_5:qwen3_5_text silu no_bias qwen3_5 h=5120 i=17408 l=64 q=24 kv=4 untied
         linear_num_value_heads=48""",
     "Qwen/Qwen3.5-35B-A3B": """Qwen3_5Moe:qwen3_5_moe_text silu no_bias qwen3_5 h=2048 l=40 q=16 kv=2
