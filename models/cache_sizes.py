@@ -13,7 +13,7 @@ from paged.cache.pooled_groups import PooledGroup
 from paged.errors import InvalidInputError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
-from paged.kernels.core.dtypes import KV_KINDS
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
@@ -134,7 +134,7 @@ def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype:
         allowed[1:] = [torch.float8_e4m3fn]
         note = " for latents"
     elif any(layer.indexer is not None for layer in config.attention):
-        allowed.remove(torch.int8)
+        allowed = [other for other in allowed if not kv_kind(other).has_scales]
         note = " beside an indexer"
     if kv_cache_dtype not in allowed:
         expected = " or ".join(map(str, allowed))

@@ -102,7 +102,7 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     v_cache, v_scale = kind.encode(v_cache, None)
     k_cache, v_cache = k_cache.to(device), v_cache.to(device)
     if problem.layout == "shared":
-        v_cache = k_cache[..., :v_head_dim]
+        v_cache = k_cache[..., : kind.num_elements(v_head_dim)]
     tensors = Tensors(
         q=q.to(device, problem.dtype),
         k_cache=k_cache,
@@ -113,9 +113,10 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     )
     if k_scale is None or v_scale is None:
         return tensors
-    k_scale, v_scale = torch.stack([k_scale, v_scale], -1).to(device).unbind(-1)  # strided, as in a larger tensor
+    # Strided, as in a larger tensor.
+    k_scale, v_scale = (torch.stack([scale, scale], 3).to(device)[:, :, :, 0] for scale in (k_scale, v_scale))
     if problem.layout == "shared":
-        v_scale = k_scale
+        v_scale = k_scale[..., : kind.num_scales(v_head_dim)] if kind.group_size else k_scale
     return ScaledTensors(**vars(tensors), k_scale=k_scale, v_scale=v_scale)
 
 
@@ -188,7 +189,7 @@ def call_of(problem: Problem, device: torch.device) -> dict[str, Any]:
     return {
         **vars(tensors),
         **options(problem, device),
-        "out": tensors.q.new_full((*tensors.q.shape[:2], tensors.v_cache.shape[3]), math.nan),
+        "out": tensors.q.new_full((*tensors.q.shape[:2], problem.v_head_dim or problem.head_dim), math.nan),
         "max_seqlen_q": max((q_len for q_len, _ in problem.lengths), default=0),
         "return_lse": True,
         "deterministic": problem.deterministic,

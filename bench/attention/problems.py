@@ -7,6 +7,7 @@ import torch
 from paged.bench.attention.problem import Problem
 
 FP8, E5M2, INT8, HALF = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float16
+INT4 = torch.bits4x2
 MIXED = ((1, 1), (1, 15), (1, 16), (1, 17), (5, 18), (40, 40), (0, 9), (33, 70), (3, 3))
 
 PROBLEMS = (
@@ -71,6 +72,10 @@ PROBLEMS = (
     Problem("int8 keys that are values", ((1, 60), (20, 50)), layout="shared", cache_dtype=INT8, dtype=HALF),
     Problem("int8 heads of 512", ((1, 33), (40, 60)), heads=(2, 1), head_dim=512, cache_dtype=INT8, v_head_dim=360),
     Problem("boxes of int8", ((1, 600), (70, 90)), cache_dtype=INT8, block_size=128, dtype=HALF, layout="head_major"),
+    Problem("int4 cache", MIXED, cache_dtype=INT4, window_size=(40, -1), sinks=True, padding_rows=2),
+    Problem("int4 cache of a float16 model", ((1, 523), (70, 90)), cache_dtype=INT4, dtype=HALF, heads=(2, 2)),
+    Problem("int4 heads of 80 and 40", ((3, 30), (20, 24)), cache_dtype=INT4, head_dim=80, v_head_dim=40, tree=True),
+    Problem("int4 keys whose start is the value", ((1, 60), (20, 50)), layout="shared", cache_dtype=INT4, v_head_dim=8),
     # Boxes are copies by the tensor memory accelerator. Blocks of 64 or more keys are fetched as boxes.
     Problem("boxes of 64", ((1, 600), (40, 50), (5, 18)), block_size=64, dtype=HALF),
     Problem("boxes of 128", ((1, 300), (70, 200), (3, 129)), block_size=128, dtype=HALF, head_dim=64),
@@ -96,6 +101,7 @@ PROBLEMS = (
     Problem("chosen blocks, not causal", ((3, 40), (5, 50)), chosen=(16, 2), causal=(True, False), chunk_size=20),
     Problem("chosen blocks of fp8", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=FP8, scales="head", dtype=HALF),
     Problem("chosen blocks of int8", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=INT8, head_dim=48, v_head_dim=24),
+    Problem("chosen blocks of int4", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=INT4, head_dim=80, v_head_dim=24),
     Problem("chosen blocks of 70 heads a group", ((2, 60),), heads=(70, 1), chosen=(16, 2), head_dim=16),
     Problem("chosen keys", ((1, 60), (9, 50)), chosen=(1, 30), deterministic=True),
     Problem("coverage", ((1, 2011), (1, 37), (25, 64)), heads=(1, 1), head_dim=64, coverage=True),

@@ -38,9 +38,10 @@ def _lse_error(lse: torch.Tensor, score: torch.Tensor, longest: int) -> torch.Te
 
 def _cache_numbers(arguments: Arguments, name: str) -> torch.Tensor:
     """Return a cache's numbers, [num_blocks, block_size, Hkv, D]."""
-    numbers: torch.Tensor = arguments[f"{name}_cache"].double()
-    scale = arguments.get(f"{name}_scale")
-    if scale is not None:
+    cache, scale = arguments[f"{name}_cache"], arguments.get(f"{name}_scale")
+    kind = kv_kind(cache.dtype)
+    numbers = kind.decode(cache, scale, torch.float64)
+    if scale is not None and not kind.has_scales:
         numbers = numbers * scale.double().unsqueeze(-1)
     return numbers
 
@@ -68,6 +69,7 @@ def _score_error(arguments: Arguments, q: torch.Tensor, k: torch.Tensor, shape: 
     num_heads, head_dim = q.shape[1:]
     offsets, block_size = arguments["cu_seqlens_q"].tolist(), k.shape[1]
     products = torch.zeros(shape, dtype=torch.float64)  # largest sum of |q| |k|
+    squares = torch.zeros(shape, dtype=torch.float64)  # largest sum of q^2 k^2
     lengths = torch.zeros(shape[1], dtype=torch.float64)
     for seq, seq_len in enumerate(arguments["seq_lens"].tolist()):
         rows = slice(offsets[seq], offsets[seq + 1])
@@ -77,8 +79,11 @@ def _score_error(arguments: Arguments, q: torch.Tensor, k: torch.Tensor, shape: 
         keys = k[arguments["block_table"][seq].long()[positions // block_size], positions % block_size]
         largest = keys.abs().nan_to_num(posinf=0).amax(0).repeat_interleave(num_heads // k.shape[2], 0)  # [Hq, D]
         products[:, rows] = (q[rows].abs() * largest).sum(-1).T
+        squares[:, rows] = (q[rows] * largest).square().sum(-1).T
         lengths[rows] = seq_len
     error: torch.Tensor = abs(scale) * products * (gamma(head_dim) + 2 * ELEMENTARY)
+    if kv_kind(arguments["k_cache"].dtype).group_size:  # scaled keys are rounded
+        error = error + abs(scale) * unit(arguments["q"].dtype) * independent(products, squares)
     sizes = torch.full_like(products, 1 + arguments.get("softcap", 0.0))
     if arguments.get("alibi_slopes") is not None:
         sizes += arguments["alibi_slopes"].double().abs()[:, None] * lengths

@@ -12,7 +12,16 @@ from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
 def _stored(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -> torch.Tensor:
     """Return the error of rows in a cache of `dtype`. before: the error of the rows before they are rounded."""
-    if kv_kind(dtype).has_scales:
+    kind = kv_kind(dtype)
+    if kind.group_size:
+        # A step is 1/8 of the largest magnitude of 32 numbers, less up to 2^-7 of it. The number of the same magnitude
+        # and the other sign is 7 steps.
+        groups = torch.nn.functional.pad(want.abs(), (0, -want.shape[-1] % kind.group_size))
+        largest = groups.unflatten(-1, (-1, kind.group_size)).amax(-1).repeat_interleave(kind.group_size, -1)
+        largest = largest[..., : want.shape[-1]]
+        error: torch.Tensor = (1 / 8 + 1 / 128) * largest + 2 * before + 2 * before.amax(-1, keepdim=True)
+        return error
+    if kind.has_scales:
         largest = want.abs().amax(-1, keepdim=True)
         return (0.5 / 127 + ELEMENTARY) * largest + before + before.amax(-1, keepdim=True)
     if dtype in KV_KINDS:

@@ -29,7 +29,7 @@ from paged.kernels.attention import definition, latent_definition
 from paged.kernels.attention.cascade_attention import cascade_plans
 from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.core.device import use_triton
-from paged.kernels.core.dtypes import kv_kind
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
 Lengths = Sequence[tuple[int, int]]
 """Query and key length of each sequence."""
@@ -69,6 +69,7 @@ _QUICK = (
     "coverage",
 )
 _QUICK_LATENTS = ("mixed batch", "chosen keys", "packed")
+_KINDS = {kind.name: kind for kind in KV_KINDS.values()}
 _ODD_LENGTHS = (((1, 1),), ((0, 5), (1, 33)), ((40, 40),), ((1, 20), (3, 3), (9, 20)))
 
 
@@ -78,11 +79,15 @@ def _step(
     lengths: Lengths,
     heads: tuple[int, int],
     dim: int,
-    is_int8: bool = False,
+    cache: str = "",
     return_lse: bool = False,
     chosen: tuple[int, int] = (0, 0),
 ) -> Arguments:
-    """Draw a step. chosen: positions of a chosen block and blocks of a query; (0, 0) for all keys."""
+    """Draw a step.
+
+    cache: name of the caches' `KvKind` with scales; "" for the dtype of q.
+    chosen: positions of a chosen block and blocks of a query; (0, 0) for all keys.
+    """
     groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
     chosen_block_size, count = chosen
     block_size = BLOCK_SIZE
@@ -96,9 +101,9 @@ def _step(
     if count:
         blocks = attention_problem.draw_blocks(tuple(lengths), 0, heads[1], chosen_block_size, count)
         arguments |= {"chosen_blocks": blocks.to(draw.device), "chosen_block_size": chosen_block_size}
-    if is_int8:
+    if cache:
         for name in ("k", "v"):
-            codes, scales = kv_kind(torch.int8).encode(arguments[f"{name}_cache"], None)
+            codes, scales = _KINDS[cache].encode(arguments[f"{name}_cache"], None)
             assert scales is not None
             # As in the cache: a head's scales lie side by side.
             scales = scales.transpose(1, 2).contiguous().transpose(1, 2)
@@ -113,12 +118,13 @@ def _lengths(arguments: Arguments) -> list[tuple[int, int]]:
 
 def _row_bytes(cache: torch.Tensor) -> int:
     """Return the bytes of a token in a cache of K or V, scales included."""
-    return int(cache.shape[2] * kv_kind(cache.dtype).row_bytes(cache.shape[3]))
+    kind = kv_kind(cache.dtype)
+    return int(cache.shape[2] * kind.row_bytes(kind.width(cache)))
 
 
 def _step_cost(_: Card, arguments: Arguments) -> Cost:
     q, k_cache, v_cache = (arguments[name] for name in ("q", "k_cache", "v_cache"))
-    head_dims = q.shape[2], v_cache.shape[3]
+    head_dims = q.shape[2], kv_kind(v_cache.dtype).width(v_cache)
     row_bytes = _row_bytes(k_cache) + _row_bytes(v_cache)
     lengths = _lengths(arguments)
     cost = attention_cost(lengths, q.shape[1], head_dims, q.itemsize, row_bytes, k_cache.shape[1])
@@ -351,7 +357,8 @@ CARDS = (
         rows=(
             Row({"lengths": _PREFILLS, **_SIZES}, "prefill"),
             Row({"lengths": _DECODES, **_SIZES}, "decode"),
-            Row({"lengths": _DECODES, **_SIZES, "is_int8": same(True)}, "decode int8"),
+            Row({"lengths": _DECODES, **_SIZES, "cache": same("int8")}, "decode int8"),
+            Row({"lengths": _DECODES, **_SIZES, "cache": same("int4")}, "decode int4"),
             Row({"lengths": _MIXED, **_SIZES}, "mixed"),
             Row(_CHOSEN, "chosen"),
         ),
@@ -360,7 +367,7 @@ CARDS = (
             "lengths": _ODD_LENGTHS,
             "heads": ((2, 2), (5, 1), (4, 2)),
             "dim": (80, 16),
-            "is_int8": (True, False),
+            "cache": ("int8", "int4", ""),
             "return_lse": (False, True),
             "chosen": ((24, 2), (16, 3), (0, 0)),
         },

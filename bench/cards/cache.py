@@ -79,6 +79,19 @@ def _int8_rows(draw: Draw) -> Iterator[Arguments]:
     yield {"key": key / 100, "value": value * 1000, **caches, "slot_mapping": slots}
 
 
+def _int4_rows(draw: Draw) -> Iterator[Arguments]:
+    """Draw rows of very different sizes for a cache in which groups of numbers have scales, the last one incomplete."""
+    key, value = draw.normals(2, 5, 3, 80)
+    caches = torch.zeros(2, 4, 24, 3, 40, dtype=torch.uint8, device=draw.device).view(torch.bits4x2)
+    scales = torch.zeros(2, 4, 24, 3, 3, dtype=torch.bfloat16, device=draw.device)
+    arguments = {"key": key / 100, "value": value * 1000}
+    arguments["slot_mapping"] = torch.tensor([95, 2, 0, 25, 7], device=draw.device)
+    arguments |= dict(
+        zip(("k_cache", "v_cache", "k_scale", "v_scale"), (*caches.unbind(), *scales.unbind()), strict=True)
+    )
+    yield arguments
+
+
 def _latents(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Arguments:
     """Draw writes of latents. is_packed: rows of 656 bytes: e4m3 codes, float32 scales and a bfloat16 part."""
     latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
@@ -202,7 +215,7 @@ def _rotate_and_write(
 
 
 def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> list[CompileCase]:
-    """Return cases of writing plain K and V, scaled 8-bit floats, and int8; for heads of 128, also K or V alone."""
+    """Return cases of writing plain K and V, scaled 8-bit floats, int8 and int4; for heads of 128, also unscaled."""
     _, num_heads, head_dim = key.shape
     scale = {"k_scale": empty("fp32", num_heads), "v_scale": empty("fp32", num_heads)}
 
@@ -212,12 +225,20 @@ def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> 
             f"{name}{text}", write, cache, cache, empty("i64", COMPILED_TOKENS), targets=targets, **scales
         )
 
+    def int4_case() -> CompileCase:
+        cache = empty("u4x2", 4, 16, num_heads, head_dim // 2)
+        scales = empty("bf16", *kv_kind(cache.dtype).scales_shape(cache))
+        row_scales, slots = {"k_scale": scales, "v_scale": scales}, empty("i64", COMPILED_TOKENS)
+        return single_case(f"{name} int4", write, cache, cache, slots, targets=EVERY_CASE, **row_scales)
+
     one_alone = head_dim == 128
     cases = [case("", "bf16", {}, EVERY_CASE)]
     if one_alone:
         cases.append(case(" scaled", "bf16", scale, EVERY_CASE))
     row_scales = {"k_scale": empty("fp32", 4, 16, num_heads), "v_scale": empty("fp32", 4, 16, num_heads)}
     cases.append(case(" int8", "i8", row_scales, EVERY_CASE))
+    if name.startswith("reshape"):  # other writes of int4 launch this kernel after their own
+        cases.append(int4_case())
     for native, text in ((True, " native"), (False, "")):
         targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         for kind, code in (("e4m3", "fp8e4nv"), ("e5m2", "fp8e5")):
@@ -289,7 +310,7 @@ CARDS = (
         writes=_slots_of("k_cache", "v_cache"),
         cost=_write_cost,
         rows=(Row({"tokens": TOKENS, **_KV}), Row({"tokens": TOKENS, **_KV, "is_fp8": same(True)}, "fp8")),
-        edges=(Edge("skipped slots", _skipped_slots), Edge("int8", _int8_rows)),
+        edges=(Edge("skipped slots", _skipped_slots), Edge("int8", _int8_rows), Edge("int4", _int4_rows)),
         odd={"tokens": _ODD_TOKENS, "num_kv_heads": (1, 3, 2), "dim": (80, 16), "is_fp8": (True, False)},
         compiled=_row_cases,
     ),

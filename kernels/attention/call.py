@@ -73,6 +73,7 @@ class AttentionCall(NamedTuple):
         chunk_size: `attention_chunk_size`; 0 for no limit.
         is_causal: bool [num_seqs]; True sets the right window of that sequence to 0.
         out: None for a new output.
+        v_head_dim: numbers of a value.
     """
 
     q: torch.Tensor
@@ -97,6 +98,7 @@ class AttentionCall(NamedTuple):
     deterministic: bool
     return_lse: bool
     out: torch.Tensor | None
+    v_head_dim: int
 
     @property
     def has_row_scales(self) -> bool:
@@ -113,7 +115,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """k_scale and v_scale for each row, [num_blocks, block_size, num_kv_heads]; None without `has_row_scales`."""
+        """k_scale and v_scale of rows, as `KvKind.scales_shape`; None without `has_row_scales`."""
         if self.has_row_scales:
             return self.k_scale, self.v_scale
         return None, None
@@ -128,7 +130,7 @@ class AttentionCall(NamedTuple):
     @property
     def out_strides(self) -> tuple[int, int]:
         """Distances between two tokens and two heads of the output."""
-        return _out_strides(self.out, self.q.shape[1], self.v_cache.shape[3])
+        return _out_strides(self.out, self.q.shape[1], self.v_head_dim)
 
     @property
     def shape(self) -> AttentionShape:
@@ -140,13 +142,14 @@ class AttentionCall(NamedTuple):
         window, chunk_size, box = (NO_LIMIT, NO_LIMIT), 0, 0
         if not is_chosen:
             window, chunk_size = self.window, self.chunk_size
+        if not is_chosen and kv_kind(self.k_cache.dtype).numbers_per_element == 1:
             box = min(_box_keys(self.k_cache, arch), _box_keys(self.v_cache, arch))
         return AttentionShape(
             num_tokens=num_tokens,
             num_kv_heads=num_kv_heads,
             group=num_q_heads // num_kv_heads,
             head_dim=head_dim,
-            v_head_dim=self.v_cache.shape[3],
+            v_head_dim=self.v_head_dim,
             element_size=self.q.element_size(),
             window=window,
             chunk_size=chunk_size,
@@ -160,7 +163,7 @@ class AttentionCall(NamedTuple):
     @property
     def num_products(self) -> Callable[[Mapping[str, Any]], int]:
         """A function that counts the multiplications of one query of each sequence, from `seq_lens` on the host."""
-        products_of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_cache.shape[3])
+        products_of_a_key = self.q.shape[1] * (self.q.shape[2] + self.v_head_dim)
         return lambda tensors: int(tensors["seq_lens"].sum()) * products_of_a_key
 
 

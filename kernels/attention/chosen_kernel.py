@@ -16,7 +16,16 @@ from ..core.compat import dot, tl, triton
 from ..core.launch import wait_for_inputs
 from .keys import WORD_KEYS, Slots, Window, row_offsets, visible_range
 from .merge_splits import LOG2E, Output, _clear_padding, _locate_rows, _store_rows, finite, normalise
-from .online_softmax import CachedRows, _decode, _load_rows, _load_scales, _softcapped
+from .online_softmax import (
+    CachedRows,
+    _decode,
+    _load_int4,
+    _load_rows,
+    _load_scales,
+    _softcapped,
+    element_mask,
+    group_mask,
+)
 from .plan_kernel import ITEM_SIZE
 from .tile_kernels import _fill_float16
 
@@ -115,14 +124,18 @@ def _attend(
             slots = Slots(first=index * 0, offsets=positions % KV_BLOCK_SIZE)
         k_offsets = row_offsets(block, slots, k_rows.stride_block, k_rows.stride_slot)
         v_offsets = row_offsets(block, slots, v_rows.stride_block, v_rows.stride_slot)
-        k = _load_rows(k_rows, k_offsets, is_seen, q.shape[1], True)
-        v = _load_rows(v_rows, v_offsets, is_seen, acc.shape[1], True)
+        if KIND == "int4":
+            k = _load_int4(k_rows, k_offsets, block, slots, is_seen, q.shape[1], True).to(q.dtype)
+            v = _load_int4(v_rows, v_offsets, block, slots, is_seen, acc.shape[1], True).to(q.dtype)
+        else:
+            k = _load_rows(k_rows, k_offsets, is_seen, q.shape[1], True)
+            v = _load_rows(v_rows, v_offsets, is_seen, acc.shape[1], True)
         if KIND == "int8":
             k_scale = _load_scales(k_rows, block, slots, is_seen, True)
             v_scale = _load_scales(v_rows, block, slots, is_seen, True)
             v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
             k = k.to(q.dtype)
-        elif KIND != "":
+        elif KIND == "e4m3" or KIND == "e5m2":
             k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
         scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
         if KIND == "int8":
@@ -173,7 +186,7 @@ def _chosen_attention_kernel(
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
     alibi_slopes_ptr,  # [num_q_heads], or None
-    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8 caches: [num_blocks, KV_BLOCK_SIZE, num_kv_heads]
+    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8, int4 caches: see `KvKind.scales_shape`
     v_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
@@ -196,7 +209,7 @@ def _chosen_attention_kernel(
     stride_table_seq,
     stride_chosen_token,
     stride_chosen_head,
-    stride_k_scale_block,  # 0 unless the cache is int8
+    stride_k_scale_block,  # 0 unless rows have scales
     stride_k_scale_slot,
     stride_k_scale_head,
     stride_v_scale_block,
@@ -265,7 +278,7 @@ def _chosen_attention_kernel(
         token_mask_ptr = mask_ptr + row.to(tl.int64) * stride_mask_token
     k_scales = None
     v_scales = None
-    if KIND == "int8":
+    if KIND == "int8" or KIND == "int4":
         k_scales = k_scale_ptr + kv_head_64 * stride_k_scale_head
         v_scales = v_scale_ptr + kv_head_64 * stride_v_scale_head
     elif k_scale_ptr is not None:
@@ -276,8 +289,9 @@ def _chosen_attention_kernel(
         cache=k_cache + kv_head_64 * stride_k_head,
         stride_block=stride_k_block,
         stride_slot=stride_k_slot,
-        dim_mask=None if HEAD_DIM == HEAD_DIM_PADDED else offs_d < HEAD_DIM,
+        dim_mask=element_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
         scales=k_scales,
+        group_mask=group_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
         stride_scale_block=stride_k_scale_block,
         stride_scale_slot=stride_k_scale_slot,
     )
@@ -285,8 +299,9 @@ def _chosen_attention_kernel(
         cache=v_cache + kv_head_64 * stride_v_head,
         stride_block=stride_v_block,
         stride_slot=stride_v_slot,
-        dim_mask=None if V_HEAD_DIM == V_HEAD_DIM_PADDED else offs_v < V_HEAD_DIM,
+        dim_mask=element_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
         scales=v_scales,
+        group_mask=group_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
         stride_scale_block=stride_v_scale_block,
         stride_scale_slot=stride_v_scale_slot,
     )
@@ -309,7 +324,7 @@ def _chosen_attention_kernel(
     )  # fmt: skip
 
     store_mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
-    if v_scale_ptr is not None and KIND != "int8":
+    if v_scale_ptr is not None and KIND != "int8" and KIND != "int4":
         acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
     if slot >= 0:
         out, lse = normalise(acc, row_max, row_sum, None, head, row_mask)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from ..core.dtypes import KV_KINDS
+from ..core.dtypes import KV_KINDS, as_kernel_argument
 from .keys import NO_LIMIT
 
 # Most queries of a chunk. Early queries of a prompt are not multiplied with keys that only later chunks see.
@@ -84,7 +84,7 @@ def paged_attention(
     needs_lse: if False, log-sum-exps may be missing.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads, v_head_dim = v_cache.shape[2:]
+    num_kv_heads, v_head_dim = v_cache.shape[2], _width(v_cache)
     group_size = num_q_heads // num_kv_heads  # G, the query heads of a KV head
     if softmax_scale is None:
         softmax_scale = 1 / math.sqrt(head_dim)
@@ -175,20 +175,29 @@ def attend(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | Non
 
 def _factor_of_heads(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """Return the scale of each head, [1 or Hkv, 1, 1]; None if there is none, or one for each row."""
-    if scale is None or scale.dim() == 3:
+    if scale is None or scale.dim() >= 3:
         return None
     return scale.to(dtype).view(-1, 1, 1)
+
+
+def _width(cache: torch.Tensor) -> int:
+    """Return the numbers of a row of a cache."""
+    if cache.dtype in KV_KINDS:
+        return KV_KINDS[cache.dtype].width(cache)
+    return cache.shape[3]
 
 
 def _numbers(cache: torch.Tensor, scale: torch.Tensor | None, group: QueryGroup, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers in the group's blocks, times the scales of rows, [n, Hkv, L, D]; 0 if no query sees them."""
     blocks = group.blocks.flatten()
-    rows = cache.index_select(0, blocks)  # [n * L / block_size, block_size, Hkv, D]
     if cache.dtype in KV_KINDS:
         row_scales = None
-        if scale is not None and scale.dim() == 3:
+        if scale is not None and scale.dim() >= 3:
             row_scales = scale.index_select(0, blocks)
-        rows = KV_KINDS[cache.dtype].decode(rows, row_scales, dtype)
+        stored = as_kernel_argument(cache).index_select(0, blocks).view(cache.dtype)  # PyTorch does not index int4
+        rows = KV_KINDS[cache.dtype].decode(stored, row_scales, dtype)  # [n * L / block_size, block_size, Hkv, D]
+    else:
+        rows = cache.index_select(0, blocks)
     numbers = rows.to(dtype).flatten(0, 1)  # [n * L, Hkv, D]
     numbers.index_fill_(0, group.hidden, 0.0)
     return numbers.unflatten(0, (len(group.blocks), -1)).transpose(1, 2)
@@ -242,7 +251,8 @@ def group_queries(
     deterministic: each chunk is a group of its own, because padding changes the order of sums.
     """
     _, num_q_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, v_head_dim = v_cache.shape
+    _, block_size, num_kv_heads, _ = v_cache.shape
+    v_head_dim = _width(v_cache)
     window_left, window_right = (NO_LIMIT if size < 0 else size for size in window_size)
     # Fused attention takes a mask of float32 for the query heads of a KV head.
     numbers_of_pair = num_q_heads if has_scores else num_q_heads // num_kv_heads

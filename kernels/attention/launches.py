@@ -35,7 +35,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         keys_at_once=MAX_KEYS_AT_ONCE,
         chunk_size=call.chunk_size or NO_LIMIT,
     )
-    bound_plan, return_lse, v_head_dim = reference_to(plan), call.return_lse, call.v_cache.shape[3]
+    bound_plan, return_lse, v_head_dim = reference_to(plan), call.return_lse, call.v_head_dim
     launches = _attention_launches(call, plan or own_plan(call, call.k_cache))
 
     def run(
@@ -199,7 +199,8 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
         "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
         # Take values from the loaded keys only if both have the same padded width. With wider keys, the product of
         # weights and values would be wider, too, so values are loaded again.
-        "SHARED_KV": call.shares_cache and width == v_width,
+        # Values of int4 are also loaded again, because their scales may be others.
+        "SHARED_KV": call.shares_cache and width == v_width and shape.kind != "int4",
     }
 
     def by_tile(tile: AttentionTile) -> tuple[dict[str, Any], Mapping[str, Box]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..core.compat import dot, tl, triton
-from ..core.dtypes import decode_e4m3, decode_e5m2
+from ..core.dtypes import decode_e4m3, decode_e5m2, decode_int4
 from .keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
 from .merge_splits import LOG2E, finite
 
@@ -48,8 +48,9 @@ class CachedRows(NamedTuple):
     cache: Any  # pointer to the head's first element in block 0, or a descriptor of the whole cache; None if V is K
     stride_block: Any
     stride_slot: Any
-    dim_mask: Any  # [padded head_dim], which elements exist, or None if all do
-    scales: Any  # pointer to the head's first scale in block 0 of an int8 cache, else None
+    dim_mask: Any  # [padded elements], see `element_mask`
+    scales: Any  # pointer to the head's first scale in block 0 of an int8 or int4 cache, else None
+    group_mask: Any  # [groups of an int4 row], which have scales, or None if all do
     stride_scale_block: Any
     stride_scale_slot: Any
 
@@ -76,6 +77,26 @@ class ScoreRules(NamedTuple):
 
 
 @triton.jit
+def element_mask(WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
+    """Which elements of a padded row exist, or None if all do. WIDTH, PADDED: numbers of the row."""
+    mask = None
+    if WIDTH != PADDED and KIND == "int4":
+        mask = tl.arange(0, PADDED // 2) < WIDTH // 2
+    elif WIDTH != PADDED:
+        mask = tl.arange(0, PADDED) < WIDTH
+    return mask
+
+
+@triton.jit
+def group_mask(WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
+    """Which groups of 32 numbers of a padded int4 row exist, or None if all do."""
+    mask = None
+    if WIDTH != PADDED and PADDED > 32 and KIND == "int4":
+        mask = tl.arange(0, PADDED // 32) * 32 < WIDTH
+    return mask
+
+
+@triton.jit
 def _load_rows(cached, offsets, key_mask, DIM: tl.constexpr, MASKED: tl.constexpr):
     """Load rows [BLOCK_N, DIM] of K or V by pointers; masked elements are 0."""
     ptrs = cached.cache + offsets[:, None] + tl.arange(0, DIM)[None, :]
@@ -95,6 +116,24 @@ def _load_scales(cached, block, slots, key_mask, MASKED: tl.constexpr):
     """Load the scales [BLOCK_N] of int8 rows."""
     ptrs = cached.scales + row_offsets(block, slots, cached.stride_scale_block, cached.stride_scale_slot)
     return tl.load(ptrs, mask=key_mask, other=0.0) if MASKED else tl.load(ptrs)
+
+
+@triton.jit
+def _load_int4(rows, offsets, block, slots, key_mask, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Load int4 rows as float32 [BLOCK_N, DIM]; masked keys are 0, columns that do not exist are finite."""
+    GROUPS: tl.constexpr = DIM // 32 if DIM > 32 else 1
+    packed = _load_rows(rows, offsets, key_mask, DIM // 2, MASKED)
+    starts = row_offsets(block, slots, rows.stride_scale_block, rows.stride_scale_slot)
+    ptrs = rows.scales + starts[:, None] + tl.arange(0, GROUPS)[None, :]
+    if MASKED and rows.group_mask is not None:
+        scales = tl.load(ptrs, mask=key_mask[:, None] & rows.group_mask[None, :], other=0.0)
+    elif MASKED:
+        scales = tl.load(ptrs, mask=key_mask[:, None], other=0.0)
+    elif rows.group_mask is not None:
+        scales = tl.load(ptrs, mask=rows.group_mask[None, :], other=0.0)
+    else:
+        scales = tl.load(ptrs)
+    return decode_int4(packed, scales)
 
 
 @triton.jit
@@ -135,15 +174,19 @@ def _score_block(
     else:
         k_offsets = row_offsets(block, slots, k_rows.stride_block, k_rows.stride_slot)
         v_offsets = row_offsets(block, slots, v_rows.stride_block, v_rows.stride_slot)
-        k = _load_rows(k_rows, k_offsets, key_mask, HEAD_DIM_PADDED, MASKED)
-        v = k if v_rows.cache is None else _load_rows(v_rows, v_offsets, key_mask, V_HEAD_DIM_PADDED, MASKED)
+        if KIND == "int4":
+            k = _load_int4(k_rows, k_offsets, block, slots, key_mask, HEAD_DIM_PADDED, MASKED).to(q.dtype)
+            v = _load_int4(v_rows, v_offsets, block, slots, key_mask, V_HEAD_DIM_PADDED, MASKED).to(q.dtype)
+        else:
+            k = _load_rows(k_rows, k_offsets, key_mask, HEAD_DIM_PADDED, MASKED)
+            v = k if v_rows.cache is None else _load_rows(v_rows, v_offsets, key_mask, V_HEAD_DIM_PADDED, MASKED)
     if KIND == "int8":
         k_scale = _load_scales(k_rows, block, slots, key_mask, MASKED)
         v_scale = _load_scales(v_rows, block, slots, key_mask, MASKED)
         # Scale the values, because a small scale times the weights would leave the range of float16.
         v = v.to(tl.float32) * v_scale[:, None]
         k, v = k.to(q.dtype), v.to(q.dtype)
-    elif KIND != "":
+    elif KIND == "e4m3" or KIND == "e5m2":
         k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
     scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
     if KIND == "int8":

@@ -10,6 +10,7 @@ import torch
 from ..core.checks import (
     FLOAT_DTYPES,
     MAX_HEAD_DIM,
+    check_cache,
     check_last_dim_contiguous,
     check_scale,
     check_sequences_fit,
@@ -17,7 +18,7 @@ from ..core.checks import (
     check_writable,
 )
 from ..core.device import use_triton
-from ..core.dtypes import KV_KINDS
+from ..core.dtypes import KV_KINDS, kv_kind
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Arguments, Run, operation
 from . import launches, without_triton
@@ -48,7 +49,7 @@ def new_output(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return empty tensors for out and lse."""
     device = device or q.device
-    out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=device)
+    out = torch.empty(*q.shape[:2], kv_kind(v_cache.dtype).width(v_cache), dtype=q.dtype, device=device)
     return out, torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=device)
 
 
@@ -104,9 +105,9 @@ def paged_attention(
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. head_dim and
             v_head_dim are 1 to 512. Rows beyond cu_seqlens_q[-1] are padding and give 0 and -inf.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or one of 8 bits, see `reshape_and_cache`,
-            last dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h reads KV head h //
-            (num_q_heads // num_kv_heads).
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or one of 8 or 4 bits, see
+            `reshape_and_cache`, last dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h
+            reads KV head h // (num_q_heads // num_kv_heads).
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], same dtype, last dimension contiguous. May be a
             view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K and V
             are read once.
@@ -124,7 +125,9 @@ def paged_attention(
             al., 2023). Not scaled, as in gpt-oss. The log-sum-exp includes it.
         alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
         k_scale, v_scale: float32, one value or [num_kv_heads]; K is k_cache * k_scale, V likewise. int8 caches need a
-            scale for each row, [num_blocks, block_size, num_kv_heads], any strides; see `reshape_and_cache`.
+            scale for each row, [num_blocks, block_size, num_kv_heads], any strides, and int4 caches bfloat16 scales
+            [num_blocks, block_size, num_kv_heads, groups]; see `reshape_and_cache`. In 16 bits, keys and values of int4
+            caches are rounded to the dtype of q after they are scaled.
         mask: bool [num_tokens, at least the longest query]. False at column j hides new key j of the same sequence, for
             example the branches of a tree of draft tokens. Older keys are not masked; all other limits still apply.
         attention_chunk_size: position i sees position j only if j // attention_chunk_size equals i //
@@ -158,8 +161,9 @@ def paged_attention(
     if 0.0 < softcap < 1e-6:
         raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
     check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
+    v_head_dim = kv_kind(v_cache.dtype).width(v_cache)
     if out is not None:
-        check_tensor("out", out, (*q.shape[:2], v_cache.shape[3]), (q.dtype,), q.device)
+        check_tensor("out", out, (*q.shape[:2], v_head_dim), (q.dtype,), q.device)
         check_last_dim_contiguous("out", out)
         check_writable("out", out)
     scale = 1 / math.sqrt(q.shape[2])
@@ -222,6 +226,7 @@ def paged_attention(
             deterministic=deterministic,
             return_lse=return_lse,
             out=out,
+            v_head_dim=v_head_dim,
         )
         return backend.bind(call, plan)
 
@@ -239,13 +244,13 @@ def check_attention_tensors(
     """Raise InvalidInputError unless these arguments of `paged_attention` fit together."""
     check_tensor("q", q, ("num_tokens", "num_q_heads", "head_dim"), FLOAT_DTYPES)
     _, num_q_heads, head_dim = q.shape
-    cache_shape = ("num_blocks", "block_size", "num_kv_heads", head_dim)
-    check_tensor("k_cache", k_cache, cache_shape, (q.dtype, *KV_KINDS), q.device)
-    check_tensor("v_cache", v_cache, (*k_cache.shape[:3], "v_head_dim"), (k_cache.dtype,), q.device)
+    cache_shape = ("num_blocks", "block_size", "num_kv_heads")
+    check_cache("k_cache", k_cache, cache_shape, head_dim, (q.dtype, *KV_KINDS), q.device)
+    check_cache("v_cache", v_cache, k_cache.shape[:3], "v_head_dim", (k_cache.dtype,), q.device)
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
-    for name, size in (("q: head_dim", head_dim), ("v_cache: v_head_dim", v_cache.shape[3])):
+    for name, size in (("q: head_dim", head_dim), ("v_cache: v_head_dim", kv_kind(v_cache.dtype).width(v_cache))):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise InvalidInputError(f"{name} {size}, expected 1 to {MAX_HEAD_DIM}")
     if k_cache.shape[1] == 0:

@@ -18,7 +18,7 @@ from ..core.compat import tl, triton
 from ..core.launch import wait_for_inputs
 from .keys import Window, visible_range
 from .merge_splits import Output, _clear_padding, _locate_rows, _store_rows, normalise
-from .online_softmax import CachedRows, Keys, ScoreRules, attend
+from .online_softmax import CachedRows, Keys, ScoreRules, attend, element_mask, group_mask
 from .plan_kernel import ITEM_SIZE
 
 
@@ -87,7 +87,7 @@ def _attention_kernel(
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
     alibi_slopes_ptr,  # [num_q_heads], or None
-    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8 caches: [num_blocks, KV_BLOCK_SIZE, num_kv_heads]
+    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8, int4 caches: see `KvKind.scales_shape`
     v_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
@@ -107,7 +107,7 @@ def _attention_kernel(
     stride_out_head,
     stride_lse_head,
     stride_table_seq,
-    stride_k_scale_block,  # 0 unless the cache is int8
+    stride_k_scale_block,  # 0 unless rows have scales
     stride_k_scale_slot,
     stride_k_scale_head,
     stride_v_scale_block,
@@ -184,7 +184,7 @@ def _attention_kernel(
         mask_ptrs = mask_ptr + tl.where(row_mask, token, first_token) * stride_mask_token
     k_scales = None
     v_scales = None
-    if KIND == "int8":
+    if KIND == "int8" or KIND == "int4":
         k_scales = k_scale_ptr + kv_head.to(tl.int64) * stride_k_scale_head
         v_scales = v_scale_ptr + kv_head.to(tl.int64) * stride_v_scale_head
     elif k_scale_ptr is not None:
@@ -201,8 +201,9 @@ def _attention_kernel(
         cache=k_cache,
         stride_block=stride_k_block,
         stride_slot=stride_k_slot,
-        dim_mask=None if HEAD_DIM == HEAD_DIM_PADDED else offs_d < HEAD_DIM,
+        dim_mask=element_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
         scales=k_scales,
+        group_mask=group_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
         stride_scale_block=stride_k_scale_block,
         stride_scale_slot=stride_k_scale_slot,
     )
@@ -210,8 +211,9 @@ def _attention_kernel(
         cache=None if SHARED_KV else v_cache,
         stride_block=stride_v_block,
         stride_slot=stride_v_slot,
-        dim_mask=None if V_HEAD_DIM == V_HEAD_DIM_PADDED else v_dim_mask,
+        dim_mask=element_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
         scales=v_scales,
+        group_mask=group_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
         stride_scale_block=stride_v_scale_block,
         stride_scale_slot=stride_v_scale_slot,
     )
@@ -248,7 +250,7 @@ def _attention_kernel(
         tile = tl.load(items_ptr + item * ITEM_SIZE + 1, volatile=True)
         _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
     store_mask = row_mask[:, None] & v_dim_mask[None, :]
-    if v_scale_ptr is not None and KIND != "int8":
+    if v_scale_ptr is not None and KIND != "int8" and KIND != "int4":
         acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
     if slot >= 0:
         out, lse = normalise(acc, row_max, row_sum, None, head, row_mask)

@@ -61,7 +61,9 @@ _16KB = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32, 1024: 16}
 # The same, with at most 64 keys, and with at most 32.
 _64_KEYS = {32: 64, 64: 64, 128: 64, 256: 64, 512: 32, 1024: 16}
 _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
-_PLAIN, _E4M3, _INT8, _PACKED = ("",), ("e4m3",), ("int8",), ("packed",)
+_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4",), ("packed",)
+# Kinds with scales of rows.
+_INT8 = ("int8", *_INT4)
 _FP8 = ("e4m3", "e5m2")
 _NARROW = (*_FP8, *_INT8)
 
@@ -109,6 +111,7 @@ DECODE: dict[str, tuple[Row, ...]] = {
     "small": (
         Row(16, _16KB, 4, 3, 1, rows=16, width=256, scores=True, kinds=(*_E4M3, *_INT8)),
         Row(16, _16KB, 4, 3, 2, rows=16, width=256, kinds=(*_E4M3, *_INT8)),
+        Row(16, _16KB, 8, 2, 1, rows=16, width=512, scores=True, kinds=_INT4),  # 4 warps would spill 12 registers
         Row(16, _16KB, 4, 2, 1, rows=16, width=512, scores=True),
         Row(16, _16KB, 4, 2, 2, rows=16, width=256),
         Row(16, _16KB, 4, 2, 2, rows=16, width=512, kinds=_PLAIN),
@@ -190,6 +193,7 @@ PREFILL: dict[str, tuple[Row, ...]] = {
         Row(128, 64, 8, 3, width=128),
         Row(128, 32, 8, 3, width=256),
         Row(32, 32, 8, 2, width=512, scores=True, kinds=_INT8),  # 64 x 16 would spill 24 registers
+        Row(32, 32, 8, 2, width=512, kinds=_INT4),  # 64 x 32 would spill 2 registers
         Row(64, 32, 8, 2, width=512, kinds=_INT8),
         Row(64, 16, 8, 2, width=512, scores=True),
         Row(64, 32, 8, 2, width=512),
@@ -216,6 +220,7 @@ PREFILL: dict[str, tuple[Row, ...]] = {
         Row(128, 32, 4, 1, width=256, kinds=_INT8),  # 128 x 64 would spill 6 registers
         Row(128, 64, 4, 1, width=256),
         Row(64, 16, 4, 1, width=512, scores=True, kinds=_INT8),  # 64 x 32 would spill 45 registers
+        Row(64, 16, 4, 1, width=512, kinds=_INT4),  # 64 x 32 would spill a register
         Row(64, 32, 4, 1, width=512),
         Row(32, 16, 4, 1, kinds=_INT8),
         Row(64, 16, 4, 1),  # 342 registers and all 64 KB of LDS; 8 warps would spill 10 registers

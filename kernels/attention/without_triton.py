@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.device import takes_numba
+from ..core.dtypes import kv_kind
 from ..core.ids import Sequences, check_ids_on_host, check_sequences_on_host
 from ..core.operation import Run
 from ..cpu.recording import recording
@@ -30,6 +31,8 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
     is_scaled = call.k_scale is not None or call.v_scale is not None
     head_numbers = call.sinks, call.alibi_slopes
     if not is_masked and not is_scaled and takes_numba(call.q, call.k_cache, call.v_cache, weights=head_numbers):
+        return _bind_numba(call, plan)
+    if not is_masked and is_scaled and _takes_int4(call):
         return _bind_numba(call, plan)
     has_flags, return_lse = call.is_causal is not None, call.return_lse
     window, chunk_size, deterministic = call.window, call.chunk_size, call.deterministic
@@ -93,6 +96,17 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         return _rounded(results, q.dtype, out, return_lse=return_lse)
 
     return run
+
+
+def _takes_int4(call: AttentionCall) -> bool:
+    """Return whether a numba kernel reads the call's int4 caches."""
+    if call.chosen_blocks is not None or kv_kind(call.k_cache.dtype).name != "int4":
+        return False
+    if not takes_numba(call.q, weights=(call.sinks, call.alibi_slopes)):
+        return False
+    from ..cpu.attention import paged_attention as numba_attention
+
+    return numba_attention.takes_int4(call)
 
 
 def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
@@ -227,7 +241,7 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         launch = numba_attention.launch_for(call)
     else:
         launch = numba_blocks.launch_for(call)
-    return_lse, v_head_dim = call.return_lse, call.v_cache.shape[3]
+    return_lse, v_head_dim = call.return_lse, call.v_head_dim
 
     def run(
         q: torch.Tensor,
@@ -239,6 +253,8 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         seq_lens: torch.Tensor,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
         chosen_blocks: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
         out: torch.Tensor | None = None,
@@ -258,6 +274,8 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 "sinks": None if sinks is None else sinks.contiguous(),
                 "alibi_slopes": None if alibi_slopes is None else alibi_slopes.contiguous(),
                 "lse": lse,
+                "k_scale": k_scale,
+                "v_scale": v_scale,
                 "chosen_blocks": chosen_blocks,
             }
         )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
 from ..core.compat import tl, triton
 from ..core.device import takes_numba, use_triton
-from ..core.dtypes import cast_to_cache, kv_kind
+from ..core.dtypes import kv_kind
 from ..core.errors import InvalidInputError, as_bool
 from ..core.ids import check_all_ids, checks_ids
 from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from ..core.operation import Run, operation
 from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from . import definition
-from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, inverse_scales, scale_pointers, slot_offset, slots_of
+from . import definition, reshape_and_cache
+from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, scale_pointers, slot_offset, slots_of, store_rows
 
 
 @triton.jit
@@ -97,14 +99,12 @@ def _qk_norm_rope_and_cache_kernel(
             mask = in_heads & (dims < V_HEAD_DIM)
             value = tl.load(v_ptr + token * stride_v_token + heads * stride_v_head + dims, mask=mask)
             v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
-            v_ptrs = v_row_ptr + heads * stride_v_cache_head + dims
             v_scale_ptrs = scale_pointers(
                 v_scale_ptr, slot, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head,
                 KV_BLOCK_SIZE, KIND,
             )  # fmt: skip
-            v_inverse = inverse_scales(value, v_scale_ptrs, in_heads, mask, KIND)
-            stored = cast_to_cache(value, v_inverse, v_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8)
-            tl.store(v_ptrs, stored, mask=mask)
+            v_ptrs = v_row_ptr + heads * stride_v_cache_head
+            store_rows(value, v_ptrs, v_scale_ptrs, in_heads, V_HEAD_DIM, KIND, NATIVE_FP8)
 
 
 @operation(
@@ -162,9 +162,12 @@ def qk_norm_rope_and_cache(
     checks = by_triton and checks_ids(q)
     is_bytes = kv_kind(k_cache.dtype).is_bytes
     launch: Compute | None = None
-    if by_triton:
-        has_work = num_tokens * (q.shape[1] + k.shape[1]) * head_dim > 0
-        launch = _launch_for(q, write, cos_sin_cache, eps, interleaved) if has_work else nothing
+    if by_triton and num_tokens * (q.shape[1] + k.shape[1]) * head_dim == 0:
+        launch = nothing
+    elif by_triton and kv_kind(k_cache.dtype).group_size:
+        launch = _packed_launches(q, write, cos_sin_cache, eps, interleaved)
+    elif by_triton:
+        launch = _launch_for(q, write, cos_sin_cache, eps, interleaved)
     elif k_scale is None and v_scale is None and takes_numba(q, *write[:4], weights=[q_weight, k_weight]):
         from ..cpu.cache import qk_norm_rope_and_cache as numba_write
 
@@ -227,6 +230,32 @@ def _check_ids(
 ) -> None:
     ids = slots_of(slot_mapping, k_cache), positions_of(positions, cos_sin_cache)
     check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
+
+
+def _packed_launches(
+    q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool
+) -> Compute:
+    """Return two launches for caches in which several numbers share a scale and a byte.
+
+    A program has the two halves of a rotated head in different registers, so neighbours are not beside each other. The
+    first launch writes float32 keys and values, a slot for each token. The second launch writes them to the caches.
+    """
+    num_tokens, num_kv_heads, head_dim = write.key.shape
+    shapes = (num_tokens, 1, num_kv_heads, head_dim), (num_tokens, 1, num_kv_heads, write.value.shape[2])
+    device = q.device
+    keys, values = (torch.empty(shape, device="meta") for shape in shapes)
+    wide = CacheWrite(write.key, write.value, keys, values, write.slot_mapping, None, None)
+    rotate = _launch_for(q, wide, cos_sin_cache, eps, interleaved)
+    store = reshape_and_cache.launch_for(write._replace(key=keys[:, 0], value=values[:, 0]))
+
+    def launch(tensors: dict[str, Any]) -> None:
+        keys, values = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
+        slots = torch.arange(num_tokens, device=device)
+        scratch = {"k_cache_ptr": keys, "v_cache_ptr": values, "slot_mapping_ptr": slots}
+        rotate({**tensors, **scratch, "k_scale_ptr": None, "v_scale_ptr": None})
+        store({**tensors, "key_ptr": keys, "value_ptr": values})
+
+    return launch
 
 
 def _launch_for(

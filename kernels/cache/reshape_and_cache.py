@@ -6,22 +6,24 @@ import torch
 
 from ..core.compat import tl, triton
 from ..core.device import use_triton
-from ..core.dtypes import as_kernel_argument, cast_to_cache
+from ..core.dtypes import as_kernel_argument
 from ..core.ids import check_all_ids, checks_ids
 from ..core.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
 from ..core.operation import Run, operation
 from . import definition
-from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, inverse_scales, scale_pointers, slot_offset, slots_of
+from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, scale_pointers, slot_offset, slots_of, store_rows
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     value_ptr,  # [num_tokens, NUM_HEADS, V_HEAD_DIM]
-    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM]
-    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, V_HEAD_DIM]
+    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM], with int4 HEAD_DIM / 2 bytes a row
+    v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, V_HEAD_DIM], as k_cache_ptr
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
-    k_scale_ptr,  # float32, one value or [NUM_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_HEADS]
+    # float32, one value or [NUM_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_HEADS]; with int4 bfloat16
+    # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, groups]
+    k_scale_ptr,
     v_scale_ptr,  # as k_scale_ptr
     num_tokens,
     stride_key_token,
@@ -61,18 +63,16 @@ def _reshape_and_cache_kernel(
     value = tl.load(value_ptr + tokens * stride_value_token + heads * stride_value_head + dims, mask=v_mask)
     k_offsets = slot_offset(slots, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
     v_offsets = slot_offset(slots, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
-    k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head + dims
-    v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head + dims
+    k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head
+    v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head
     k_scale_ptrs = scale_pointers(
         k_scale_ptr, slots, heads, stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head, KV_BLOCK_SIZE, KIND
     )
     v_scale_ptrs = scale_pointers(
         v_scale_ptr, slots, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head, KV_BLOCK_SIZE, KIND
     )
-    k_inverse = inverse_scales(key, k_scale_ptrs, slots >= 0, k_mask, KIND)
-    v_inverse = inverse_scales(value, v_scale_ptrs, slots >= 0, v_mask, KIND)
-    tl.store(k_ptrs, cast_to_cache(key, k_inverse, k_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8), mask=k_mask)
-    tl.store(v_ptrs, cast_to_cache(value, v_inverse, v_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8), mask=v_mask)
+    store_rows(key, k_ptrs, k_scale_ptrs, slots >= 0, HEAD_DIM, KIND, NATIVE_FP8)
+    store_rows(value, v_ptrs, v_scale_ptrs, slots >= 0, V_HEAD_DIM, KIND, NATIVE_FP8)
 
 
 @operation(mutates=("k_cache", "v_cache", *SCALE_CACHES), **WRITES_SCALES)
@@ -95,16 +95,22 @@ def reshape_and_cache(
     In an int8 cache each row (one head of one token) gets its own scale: its largest magnitude / 127, or NaN if the row
     holds NaN or infinity. Magnitudes below 2^-100 may read back smaller.
 
+    In an int4 cache 32 numbers of a row share a scale: their number of largest magnitude / -8, rounded towards 0, or
+    NaN if one of them is NaN or infinite. A number is (nibble - 8) * scale. Number 2i is in the low bits of element i,
+    number 2i + 1 in the high bits.
+
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Their
             head_dim may differ.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of key and value, both float32, float16,
-            bfloat16, float8_e4m3fn, float8_e5m2 or int8; any strides with the last dimension contiguous.
+            bfloat16, float8_e4m3fn, float8_e5m2 or int8; any strides with the last dimension contiguous. int4 caches
+            are `torch.bits4x2` [..., head_dim / 2]; head_dim is even.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
             distinct.
         k_scale, v_scale: a stored value times its scale is the original value. float32, above 0: [] or [1] for all
             heads, or [num_kv_heads]; None for 1. With int8 they are required and written: float32 [num_blocks,
-            block_size, num_kv_heads], any strides.
+            block_size, num_kv_heads], any strides. So they are with int4: bfloat16 [num_blocks, block_size,
+            num_kv_heads, head_dim / 32], rounded up, last dimension contiguous.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a slot lies beyond the caches. On a GPU
@@ -116,7 +122,7 @@ def reshape_and_cache(
     if not use_triton(key):
         return definition.write
     checks = checks_ids(key)
-    launch = _launch_for(write) if key.numel() + value.numel() else nothing
+    launch = launch_for(write) if key.numel() + value.numel() else nothing
 
     def run(
         key: torch.Tensor,
@@ -145,7 +151,8 @@ def reshape_and_cache(
     return run
 
 
-def _launch_for(write: CacheWrite) -> Launch:
+def launch_for(write: CacheWrite) -> Launch:
+    """Return the launch of the kernel for writes like this one."""
     num_tokens, num_heads, head_dim = write.key.shape
     v_head_dim = write.value.shape[2]
     block_rows, block_dim = tile(num_tokens * num_heads, max(head_dim, v_head_dim))

@@ -8,6 +8,7 @@ import torch
 
 from ..core.checks import (
     FLOAT_DTYPES,
+    check_cache,
     check_last_dim_contiguous,
     check_scale,
     check_tensor,
@@ -15,7 +16,15 @@ from ..core.checks import (
     scale_strides,
 )
 from ..core.compat import tl, triton
-from ..core.dtypes import KV_KINDS, has_native_e4m3, kv_kind, load_inverse_scale, store_row_scales
+from ..core.dtypes import (
+    KV_KINDS,
+    cast_to_cache,
+    encode_int4,
+    has_native_e4m3,
+    kv_kind,
+    load_inverse_scale,
+    store_row_scales,
+)
 from ..core.errors import InvalidInputError
 from ..core.ids import Ids
 from ..core.launch import strides
@@ -63,9 +72,9 @@ class CacheWrite(NamedTuple):
         check_tensor(k_name, key, ("num_tokens", "num_kv_heads", "head_dim"), FLOAT_DTYPES)
         check_tensor(v_name, value, (*key.shape[:2], "v_head_dim"), (key.dtype,), key.device)
         num_tokens, num_kv_heads, head_dim = key.shape
-        cache_shape, cache_dtypes = ("num_blocks", "block_size", num_kv_heads, head_dim), (*FLOAT_DTYPES, *KV_KINDS)
-        check_tensor("k_cache", k_cache, cache_shape, cache_dtypes, key.device)
-        check_tensor("v_cache", v_cache, (*k_cache.shape[:3], value.shape[2]), (k_cache.dtype,), key.device)
+        cache_shape, cache_dtypes = ("num_blocks", "block_size", num_kv_heads), (*FLOAT_DTYPES, *KV_KINDS)
+        check_cache("k_cache", k_cache, cache_shape, head_dim, cache_dtypes, key.device)
+        check_cache("v_cache", v_cache, k_cache.shape[:3], value.shape[2], (k_cache.dtype,), key.device)
         check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), key.device)
         for name, tensor in ((k_name, key), (v_name, value), ("k_cache", k_cache), ("v_cache", v_cache)):
             check_last_dim_contiguous(name, tensor)
@@ -104,9 +113,9 @@ def slot_offset(slot, stride_block, stride_slot, KV_BLOCK_SIZE: tl.constexpr):
 def scale_pointers(
     scale_ptr, slots, heads, stride_block, stride_slot, stride_head, KV_BLOCK_SIZE: tl.constexpr, KIND: tl.constexpr
 ):
-    """Pointers to the scales of `heads`, or to the scales of their rows in `slots` with int8; None without scales."""
+    """Pointers to the scales of `heads`; with int8 and int4 to those of their rows in `slots`; None without scales."""
     pointers = None
-    if KIND == "int8":
+    if KIND == "int8" or KIND == "int4":
         pointers = scale_ptr + slot_offset(slots, stride_block, stride_slot, KV_BLOCK_SIZE) + heads * stride_head
     elif scale_ptr is not None:
         pointers = scale_ptr + heads * stride_head
@@ -126,3 +135,22 @@ def inverse_scales(x, scale_ptrs, row_mask, mask, KIND: tl.constexpr):
     else:
         inverse = load_inverse_scale(scale_ptrs, row_mask)
     return inverse
+
+
+@triton.jit
+def store_rows(x, row_ptrs, scale_ptrs, row_mask, WIDTH: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Store rows x [rows, dims] in a cache.
+
+    row_ptrs, scale_ptrs: [rows, 1], the first element and the first scale of each row; None without scales.
+    WIDTH: dims that exist.
+    """
+    DIM: tl.constexpr = x.shape[1]
+    dims = tl.arange(0, DIM)[None, :]
+    mask = row_mask & (dims < WIDTH)
+    if KIND == "int4":
+        packed = encode_int4(tl.where(mask, x.to(tl.float32), 0.0), scale_ptrs, row_mask, WIDTH)
+        pairs = tl.arange(0, DIM // 2)[None, :]
+        tl.store(row_ptrs + pairs, packed, mask=row_mask & (pairs < WIDTH // 2))
+    else:
+        inverse = inverse_scales(x, scale_ptrs, row_mask, mask, KIND)
+        tl.store(row_ptrs + dims, cast_to_cache(x, inverse, row_ptrs.dtype.element_ty, KIND, NATIVE_FP8), mask=mask)

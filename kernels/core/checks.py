@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .dtypes import KV_KINDS
+from .dtypes import KV_KINDS, kv_kind
 from .errors import InvalidInputError, UnsupportedError, as_float, shown
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -130,15 +130,19 @@ def check_out(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor
 def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:
     """Raise InvalidInputError unless `scale` fits a cache [num_blocks, block_size, num_kv_heads, head_dim].
 
-    It lies on the cache's device. If the cache's kind has scales, it is [num_blocks, block_size, num_kv_heads]; else it
+    It lies on the cache's device. If the cache's kind has scales, it has their dtype and `KvKind.scales_shape`; else it
     is float32, one value, [num_kv_heads] or None.
     """
     kind = KV_KINDS.get(cache.dtype)
     if kind is not None and kind.has_scales:
         if scale is None:
-            expected = f"{list(cache.shape[:3])}, a scale for each row of {kind.name}"
+            expected = f"{list(kind.scales_shape(cache))}, a scale for each row of {kind.name}"
+            if kind.group_size:
+                expected = f"{list(kind.scales_shape(cache))}, a scale for {kind.group_size} numbers of {kind.name}"
             raise InvalidInputError(f"{name}: None, expected {expected}")
-        check_tensor(name, scale, cache.shape[:3], (kind.scale_dtype,), cache.device)
+        check_tensor(name, scale, kind.scales_shape(cache), (kind.scale_dtype,), cache.device)
+        if kind.group_size:
+            check_last_dim_contiguous(name, scale)
         return
     if scale is None:
         return
@@ -149,13 +153,32 @@ def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> N
         raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [], [1] or [{num_kv_heads}]")
 
 
+def check_cache(
+    name: str,
+    cache: torch.Tensor,
+    shape: Sequence[int | str],
+    width: int | str,
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """Run `check_tensor` on a cache [*shape, elements], whose rows hold `width` numbers; a str stands for any width."""
+    check_is_tensor(name, cache)
+    kind, elements = kv_kind(cache.dtype), width
+    if isinstance(width, int):
+        if width % kind.numbers_per_element:
+            expected = f"a multiple of {kind.numbers_per_element} for {kind.name}"
+            raise InvalidInputError(f"{name}: rows of {width} numbers, expected {expected}")
+        elements = kind.num_elements(width)
+    check_tensor(name, cache, (*shape, elements), dtypes, device)
+
+
 def scale_strides(**scales: torch.Tensor | None) -> dict[str, int]:
     """Return kernel arguments `stride_<scale>_<axis>` for block, slot and head; 0 for an axis that the scale lacks."""
     strides: dict[str, int] = {}
     for name, scale in scales.items():
         block_step, slot_step, head_step = 0, 0, 0
-        if scale is not None and scale.dim() == 3:
-            block_step, slot_step, head_step = scale.stride()
+        if scale is not None and scale.dim() >= 3:
+            block_step, slot_step, head_step = scale.stride()[:3]
         elif scale is not None and scale.numel() > 1:
             head_step = scale.stride(0)
         strides[f"stride_{name}_block"] = block_step

@@ -6,8 +6,12 @@ of a kind: they write through `cast_to_cache` below, and paged attention reads i
 8-bit floats follow Micikevicius et al., 2022. e4m3fn has 4 exponent bits, 3 mantissa bits and no infinity. e5m2 has 5
 exponent bits and 2 mantissa bits, and is the upper byte of a float16.
 
-Kernels take 8-bit floats as bytes. Chips from sm_89 on convert two values in one instruction. Everywhere else integer
-arithmetic gives the same bits, also in Triton's interpreter, whose own 8-bit types cannot be trusted.
+int4 packs two neighbours in a byte, the first in its low bits: code + 8, for codes of -8 to 7. 32 numbers share a
+bfloat16 scale. A scale has the sign that makes the number of largest magnitude -8 times the scale, as in llama.cpp's
+q4_0. PyTorch's dtype for such bytes is `bits4x2`: it can be copied and viewed, but not indexed or computed with.
+
+Kernels take 8-bit floats and int4 as bytes. Chips from sm_89 on convert two 8-bit floats in one instruction. Everywhere
+else integer arithmetic gives the same bits, also in Triton's interpreter, whose own 8-bit types cannot be trusted.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class KvKind:
         name: KIND of the kernels; "" for plain numbers.
         spellings: names in options, as in vLLM and in PyTorch.
         is_bytes: whether kernels take the cache's tensors as uint8.
-        numbers_per_element: numbers of a row in an element of the tensor.
+        numbers_per_element: numbers of a row in an element of the tensor. The width of a row is a multiple of it.
         group_size: numbers of a row that share a scale in the cache, 0 for the whole row. None if the cache has no
             scales; a call may then give one scale for all numbers or one for each head.
         scale_dtype: dtype of the scales in the cache.
@@ -54,6 +58,16 @@ class KvKind:
     def num_elements(self, width: int) -> int:
         """Return the elements of a row of `width` numbers."""
         return -(-width // self.numbers_per_element)
+
+    def width(self, cache: torch.Tensor) -> int:
+        """Return the numbers of a row of a cache [..., elements]."""
+        return cache.shape[-1] * self.numbers_per_element
+
+    def scales_shape(self, cache: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the scales of a cache [..., elements]: [...], and [..., groups] if rows have groups."""
+        if self.group_size:
+            return *cache.shape[:-1], self.num_scales(self.width(cache))
+        return tuple(cache.shape[:-1])
 
     def num_scales(self, width: int) -> int:
         """Return the scales in the cache of a row of `width` numbers."""
@@ -115,10 +129,49 @@ class _Int8(KvKind):
         return rows.to(dtype).mul_(scales.unsqueeze(-1))
 
 
+class _Int4(KvKind):
+    def _groups(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows [..., width] in groups that share a scale, [..., groups, group_size], padded with 0."""
+        assert self.group_size
+        width = rows.shape[-1]
+        padding = self.num_scales(width) * self.group_size - width
+        return torch.nn.functional.pad(rows, (0, padding)).unflatten(-1, (-1, self.group_size))
+
+    def numbers(self, rows: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype) -> torch.Tensor:
+        """Return the codes times the scales of `encode` without its rounding: rows, or NaN in groups not finite."""
+        groups = self._groups(rows.to(compute))
+        groups = groups + (groups * 0.0).sum(-1, keepdim=True)
+        return groups.flatten(-2)[..., : rows.shape[-1]]
+
+    def encode(self, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Divide each group by its scale, its number of largest magnitude / -8: bfloat16 [..., num_kv_heads, groups].
+
+        A scale is rounded towards 0, so that no code times its scale overflows the dtype of the rows. It is NaN if the
+        group holds NaN or infinity.
+        """
+        groups = self._groups(rows.float())
+        largest, smallest = groups.amax(-1), groups.amin(-1)
+        extreme = torch.where(largest > -smallest, largest, smallest) + (groups * 0.0).sum(-1)
+        scales = ((extreme * -0.125).view(torch.int32) & -65536).view(torch.float32)
+        inverse = torch.where(scales.abs() < SMALLEST, torch.inf, scales).reciprocal()
+        codes = (groups * inverse.unsqueeze(-1)).round().clamp(-8, 7).nan_to_num(0.0)
+        codes = (codes + 8).to(torch.uint8).flatten(-2)[..., : rows.shape[-1]]
+        packed = codes[..., 0::2] | codes[..., 1::2] << 4
+        return packed.view(self.dtype), scales.to(self.scale_dtype)
+
+    def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        assert scales is not None
+        packed = rows.view(torch.uint8)
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+        groups = self._groups(codes.to(dtype).sub_(8))
+        return (groups * scales.to(dtype).unsqueeze(-1)).flatten(-2)[..., : codes.shape[-1]]
+
+
 _ROWS = (
     _Float8(torch.float8_e4m3fn, "e4m3", ("fp8", "fp8_e4m3", "float8_e4m3fn"), is_bytes=True),
     _Float8(torch.float8_e5m2, "e5m2", ("fp8_e5m2", "float8_e5m2"), is_bytes=True),
     _Int8(torch.int8, "int8", ("int8",), group_size=0),
+    _Int4(torch.bits4x2, "int4", ("int4",), True, numbers_per_element=2, group_size=32, scale_dtype=torch.bfloat16),
 )
 # Kinds by dtype. Any other dtype holds plain numbers. To add a kind, see `docs/architecture.md`.
 KV_KINDS: dict[torch.dtype, KvKind] = {kind.dtype: kind for kind in _ROWS}
@@ -191,7 +244,7 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
 
 
 def as_kernel_argument(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a cache or weights as kernels take them: 8-bit floats as bytes, with the same shape and strides."""
+    """Return a cache or weights as kernels take them: 8-bit floats and int4 as bytes, with the same shape."""
     kind = KV_KINDS.get(tensor.dtype)
     if kind is not None and kind.is_bytes:
         return tensor.view(torch.uint8)
@@ -234,6 +287,38 @@ def store_row_scales(scale_ptrs, largest, not_finite, mask):
     """
     tl.store(scale_ptrs, largest / 127.0 + not_finite, mask=mask)
     return 127.0 / tl.maximum(largest, _SMALLEST)
+
+
+@triton.jit
+def encode_int4(x, scale_ptrs, row_mask, WIDTH: tl.constexpr):
+    """The bytes [rows, dims / 2] of rows x [rows, dims] in float32, and stores the scales of their groups.
+
+    x: 0 from column WIDTH on.
+    scale_ptrs: [rows, 1], the first scale of each row.
+    """
+    GROUP: tl.constexpr = 32 if x.shape[1] > 32 else x.shape[1]
+    NUM_GROUPS: tl.constexpr = x.shape[1] // GROUP
+    groups = x.reshape(x.shape[0], NUM_GROUPS, GROUP)
+    largest, smallest = tl.max(groups, axis=2), tl.min(groups, axis=2)
+    extreme = tl.where(largest > -smallest, largest, smallest) + tl.sum(groups * 0.0, axis=2)
+    scales = ((extreme * -0.125).to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    index = tl.arange(0, NUM_GROUPS)[None, :]
+    tl.store(scale_ptrs + index, scales.to(tl.bfloat16), mask=row_mask & (index * GROUP < WIDTH))
+    inverse = 1.0 / tl.where(tl.abs(scales) < _SMALLEST, float("inf"), scales)
+    codes = groups * inverse[:, :, None]
+    codes = (tl.minimum(tl.maximum(codes, -8.0), 7.0) + _ROUNDER) - _ROUNDER
+    codes = (codes + 8.0).to(tl.int32).reshape(x.shape[0], x.shape[1] // 2, 2)
+    first, second = tl.split(codes)
+    return ((first & 15) | (second & 15) << 4).to(tl.uint8)
+
+
+@triton.jit
+def decode_int4(packed, scales):
+    """The float32 numbers [rows, dims] of bytes [rows, dims / 2]. scales: bfloat16 [rows, groups]."""
+    DIM: tl.constexpr = 2 * packed.shape[1]
+    codes = tl.join(packed & 15, packed >> 4).reshape(packed.shape[0], DIM)
+    groups = (codes.to(tl.float32) - 8.0).reshape(packed.shape[0], scales.shape[1], DIM // scales.shape[1])
+    return (groups * scales.to(tl.float32)[:, :, None]).reshape(packed.shape[0], DIM)
 
 
 @triton.jit

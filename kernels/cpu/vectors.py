@@ -21,7 +21,7 @@ from numba.extending import intrinsic, models, register_model
 from .kernel import EXP2_COEFFICIENTS, EXP2_RANGE, FASTMATH, cpu_features, cpu_name, device_function, exp2
 
 LANES = 16
-_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOAT, _INT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(8)
 VECTOR, WORDS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 # Whether a vector is one register; the CPU then has 32 vector registers.
 HAS_WIDE_VECTORS = cpu_features().get("avx512f", False)
@@ -375,8 +375,12 @@ def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> Non
 
 @emitted()
 def prefetch_row(builder, pointer, index, size):
-    """Prefetch `size` elements from an index on to the L1 cache."""
+    """Prefetch `size` numbers from an index on to the L1 cache. Bytes hold two numbers of int4."""
     row = builder.gep(pointer, [index])
+    if pointer.type.pointee == _BYTE:
+        with steps(builder, builder.lshr(size, ir.Constant(size.type, 1)), 4 * LANES) as i:
+            prefetch(builder, builder.gep(row, [i]), 3)
+        return
     with steps(builder, size, LANES if pointer.type.pointee == _FLOAT else 2 * LANES) as i:
         prefetch(builder, builder.gep(row, [i]), 3)
 
@@ -429,6 +433,100 @@ def store_products(builder, row, first, rows, start, stride, size, out, to):
     _store_sums(builder, out, to, [builder.load(total) for total in totals])
 
 
+def _int4_numbers(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
+    """Return the even and the odd numbers of 16 bytes, before they are scaled: nibbles - 8.
+
+    AVX-512 looks them up: `vpermps` takes the low 4 bits of each word as its index.
+    """
+    words = builder.zext(builder.load(at(builder, codes, index, _BYTE), align=1), WORDS)
+    nibbles = words, builder.lshr(words, ir.Constant(WORDS, [4] * LANES))
+    if HAS_WIDE_VECTORS:
+        numbers = ir.Constant(VECTOR, [float(number) for number in range(-8, 8)])
+        return [call(builder, "x86.avx512.permvar.sf.512", VECTOR, numbers, nibble) for nibble in nibbles]
+    fifteen, eight = ir.Constant(WORDS, [15] * LANES), ir.Constant(WORDS, [8] * LANES)
+    return [builder.sitofp(builder.sub(builder.and_(nibble, fifteen), eight), VECTOR) for nibble in nibbles]
+
+
+def _bfloat16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
+    """Load a bfloat16 as float32."""
+    word = builder.zext(builder.load(builder.gep(pointer, [index]), align=2), _INT)
+    return builder.bitcast(builder.shl(word, ir.Constant(_INT, 16)), _FLOAT)
+
+
+def int4_products(num_keys: int) -> Any:
+    """Return an intrinsic that stores the products of a row, from `first` on, with `num_keys` rows of int4.
+
+    row is float32, and in each 32 of its `size` numbers the 16 even ones come first. The rows of int4 begin at `start`,
+    `stride` bytes apart, and their scales at `scale_start`, `scale_stride` apart.
+    """
+
+    @emitted()
+    def products(builder, row, first, codes, start, stride, scales, scale_start, scale_stride, size, out, to):
+        row_pointer, starts, scale_starts = builder.gep(row, [first]), [start], [scale_start]
+        while len(starts) < num_keys:
+            starts.append(builder.add(starts[-1], stride))
+            scale_starts.append(builder.add(scale_starts[-1], scale_stride))
+        totals = [sum_from_zero(builder) for _ in starts]
+        with steps(builder, size, 2 * LANES) as i:
+            even = load_vector.emit(builder, row_pointer, i)
+            odd = load_vector.emit(builder, row_pointer, builder.add(i, ir.Constant(i.type, LANES)))
+            byte, group = (builder.lshr(i, ir.Constant(i.type, shift)) for shift in (1, 5))
+            for key, total in enumerate(totals):
+                low, high = _int4_numbers(builder, codes, builder.add(starts[key], byte))
+                product = multiply_add.emit(builder, odd, high, builder.fmul(even, low, flags=_FLAGS))
+                scale = splat(builder, _bfloat16(builder, scales, builder.add(scale_starts[key], group)))
+                builder.store(multiply_add.emit(builder, scale, product, builder.load(total)), total)
+        _store_sums(builder, out, to, [builder.load(total) for total in totals])
+
+    return products
+
+
+def _add_weighted(
+    builder: ir.IRBuilder,
+    num_rows: int,
+    floats: ir.Value,
+    indices: tuple[ir.Value, ...],
+    values_of: Callable[[ir.Value], tuple[list[ir.Value], ir.Value | None]],
+) -> None:
+    """Emit what `weighted_sums` and `weighted_int4_sums` do.
+
+    indices: to, step, first, weight_step, count.
+    values_of: returns the two vectors of values of a key, and a factor of its weights or None.
+    """
+    to, step, first, weight_step, count = indices
+
+    def plus(index: ir.Value, number: int) -> ir.Value:
+        return builder.add(index, ir.Constant(index.type, number))
+
+    def add_values(key: ir.Value, totals: Sequence[Sequence[ir.Value]]) -> None:
+        vectors, factor = values_of(key)
+        for row, halves in enumerate(totals):
+            weight = builder.load(builder.gep(weights[row], [key]))
+            if factor is not None:
+                weight = builder.fmul(weight, factor, flags=_FLAGS)
+            weight = splat(builder, weight)
+            for vector, total in zip(vectors, halves, strict=True):
+                builder.store(multiply_add.emit(builder, weight, vector, builder.load(total)), total)
+
+    places, weights = [to], [builder.gep(floats, [first])]
+    while len(places) < num_rows:
+        places.append(builder.add(places[-1], step))
+        weights.append(builder.gep(weights[-1], [weight_step]))
+    # Use two sums for each product, of even and of odd steps, so that one addition does not wait for the other.
+    even, odd = ([[sum_from_zero(builder) for _ in range(2)] for _ in places] for _ in range(2))
+    pairs = builder.and_(count, ir.Constant(count.type, -2))
+    with steps(builder, pairs, 2) as key:
+        add_values(key, even)
+        add_values(plus(key, 1), odd)
+    with builder.if_then(builder.icmp_signed("<", pairs, count)):
+        add_values(pairs, even)
+    for place, evens, odds in zip(places, even, odd, strict=True):
+        for half in range(2):
+            index = plus(place, half * LANES)
+            total = _sum(builder, builder.load(evens[half]), builder.load(odds[half]))
+            store_vector.emit(builder, floats, index, _sum(builder, load_vector.emit(builder, floats, index), total))
+
+
 def weighted_sums(num_rows: int) -> Any:
     """Return an intrinsic that adds `count` vectors of 32 values, `stride` apart, to `num_rows` rows of 32 sums.
 
@@ -438,36 +536,32 @@ def weighted_sums(num_rows: int) -> Any:
 
     @emitted()
     def add(builder, floats, to, step, first, weight_step, values, start, stride, count):
-        def plus(index: ir.Value, number: int) -> ir.Value:
-            return builder.add(index, ir.Constant(index.type, number))
-
-        def add_values(key: ir.Value, totals: Sequence[Sequence[ir.Value]]) -> None:
+        def values_of(key: ir.Value) -> tuple[list[ir.Value], None]:
             place = builder.add(start, builder.mul(key, stride))
-            vectors = [load_vector.emit(builder, values, plus(place, half)) for half in (0, LANES)]
-            for row, halves in enumerate(totals):
-                weight = splat(builder, builder.load(builder.gep(weights[row], [key])))
-                for vector, total in zip(vectors, halves, strict=True):
-                    builder.store(multiply_add.emit(builder, weight, vector, builder.load(total)), total)
+            second = builder.add(place, ir.Constant(place.type, LANES))
+            return [load_vector.emit(builder, values, index) for index in (place, second)], None
 
-        places, weights = [to], [builder.gep(floats, [first])]
-        while len(places) < num_rows:
-            places.append(builder.add(places[-1], step))
-            weights.append(builder.gep(weights[-1], [weight_step]))
-        # Use two sums for each product, of even and of odd steps, so that one addition does not wait for the other.
-        even, odd = ([[sum_from_zero(builder) for _ in range(2)] for _ in places] for _ in range(2))
-        pairs = builder.and_(count, ir.Constant(count.type, -2))
-        with steps(builder, pairs, 2) as key:
-            add_values(key, even)
-            add_values(plus(key, 1), odd)
-        with builder.if_then(builder.icmp_signed("<", pairs, count)):
-            add_values(pairs, even)
-        for place, evens, odds in zip(places, even, odd, strict=True):
-            for half in range(2):
-                index = plus(place, half * LANES)
-                total = _sum(builder, builder.load(evens[half]), builder.load(odds[half]))
-                store_vector.emit(
-                    builder, floats, index, _sum(builder, load_vector.emit(builder, floats, index), total)
-                )
+        _add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
+
+    return add
+
+
+def weighted_int4_sums(num_rows: int) -> Any:
+    """Return an intrinsic that does the same as `weighted_sums` for values in int4, 32 numbers of one scale.
+
+    Rows of int4 begin at `start`, `stride` bytes apart, and scales at `scale_start`, `scale_stride` apart. The sums of
+    the 16 even numbers come first.
+    """
+
+    @emitted()
+    def add(
+        builder, floats, to, step, first, weight_step, codes, start, stride, scales, scale_start, scale_stride, count
+    ):
+        def values_of(key: ir.Value) -> tuple[list[ir.Value], ir.Value]:
+            numbers = _int4_numbers(builder, codes, builder.add(start, builder.mul(key, stride)))
+            return numbers, _bfloat16(builder, scales, builder.add(scale_start, builder.mul(key, scale_stride)))
+
+        _add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
 
     return add
 

@@ -137,9 +137,9 @@ class LoadOptions:
             has its own files there. Loading then reads the weights twice, to identify them by every byte.
         cache_folder_bytes: largest size of all files in cache_folder; None for no limit.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
-        kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise an 8-bit dtype, as torch.dtype or a name
-            in KV_CACHE_DTYPES: an 8-bit float with the checkpoint's scales (1 if it has none), or int8 with a scale
-            for each head and token. Latents take float8_e4m3fn alone.
+        kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise a dtype of 8 or 4 bits, as torch.dtype or
+            a name in KV_CACHE_DTYPES: an 8-bit float with the checkpoint's scales (1 if it has none), int8 with a scale
+            for each head and token, or int4 with a scale for 32 numbers of a head. Latents take float8_e4m3fn alone.
         max_loras: number of adapters that can be loaded at once.
         max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
             rank.

@@ -19,6 +19,8 @@ from paged.seq_id import SeqId
 if TYPE_CHECKING:
     import torch
 
+    from paged.kernels.core.dtypes import KvKind
+
 
 # Bytes of host memory through which files are read if `host_cache_bytes` is 0.
 _FOLDER_HOST_BYTES = 64 << 20
@@ -294,14 +296,24 @@ class PagedKvCacheConfig:
     @property
     def rows_per_slot(self) -> int:
         """Largest number of rows per token in a plane, over all layers; a row is one head's key or value."""
+        return self._most_per_slot(lambda _: 1)
+
+    def scales_per_slot(self, kind: KvKind) -> int:
+        """Return the largest number of scales per token in a plane, over all layers."""
+        return self._most_per_slot(kind.num_scales)
+
+    def _most_per_slot(self, count: Callable[[int], int]) -> int:
+        """Return the largest sum over the rows of a token in a plane. count: the summand of a row of some width."""
         if not self.has_kv:
             return 0
         _, size = self.slots
-        num_rows = 0
+        largest = 0
         for table in self.tables:
-            assert table.num_kv_heads is not None
-            num_rows = max(num_rows, size // min(table.sizes) * table.num_kv_heads)
-        return num_rows
+            heads = table.num_kv_heads
+            assert heads is not None
+            for elements, row_size in zip(table.sizes, table.row_sizes, strict=True):
+                largest = max(largest, size // elements * heads * count(row_size // heads))
+        return largest
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block in a cache of `dtype`, scales and canaries included."""
@@ -309,11 +321,10 @@ class PagedKvCacheConfig:
 
         kind = kv_kind(dtype)
         num_planes, size = self.slots
-        scale_bytes = 0
-        if kind.has_scales:
-            scale_bytes = self.rows_per_slot * kind.scale_dtype.itemsize
+        scale_bytes = self.scales_per_slot(kind) * kind.scale_dtype.itemsize
+        row_bytes = kind.num_elements(size) * dtype.itemsize
         canary_bytes = 8 * self.has_canaries
-        return self.block_size * (num_planes * (size * dtype.itemsize + scale_bytes) + canary_bytes)
+        return self.block_size * (num_planes * (row_bytes + scale_bytes) + canary_bytes)
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in a cache of `dtype`, over all layers and tables."""

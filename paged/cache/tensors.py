@@ -285,22 +285,25 @@ class KvCacheTensors:
         if dtype is torch.float4_e2m1fn_x2:
             raise InvalidInputError(f"dtype: {dtype}, expected a dtype with one value per element")
         self._kind = kv_kind(dtype)
-        if self._kind.has_scales and any(table.latent for table in config.tables):
-            raise InvalidInputError(f"dtype: {dtype}, expected a floating point dtype for latents")
+        for table in config.tables:
+            self._check_table(table)
         self.block_size, self._num_tables = config.block_size, len(config.tables)
         self.num_host_blocks = config.num_host_blocks(dtype)
         num_planes, size = config.slots
-        shape = num_planes, config.num_blocks + 1, config.block_size * size
+        shape = num_planes, config.num_blocks + 1, config.block_size * self._kind.num_elements(size)
         device = default_device() if config.device is None else config.device
         if not has_memory:
             device = torch.device("meta")
         try:
-            self.storage = torch.zeros(shape, dtype=dtype, device=device)
+            if self._kind.is_bytes:  # PyTorch cannot fill int4
+                self.storage = torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
+            else:
+                self.storage = torch.zeros(shape, dtype=dtype, device=device)
             if self.storage.is_meta and has_memory:
                 raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
             self.storages = [self.storage]
             if self._kind.has_scales:
-                scales = *shape[:2], config.block_size * config.rows_per_slot
+                scales = *shape[:2], config.block_size * config.scales_per_slot(self._kind)
                 self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=self._kind.scale_dtype))
             self._scales = self.storages[1:]
             self.canaries: torch.Tensor | None = None
@@ -333,17 +336,33 @@ class KvCacheTensors:
             for layer, *caches in zip(table.layers, *map(chain.from_iterable, stacks), strict=False):
                 self._caches[layer] = index, tuple(caches)
 
+    def _check_table(self, table: CacheGroup) -> None:
+        """Raise InvalidInputError unless the cache's kind can hold the rows of a table."""
+        kind = self._kind
+        if kind.has_scales and table.latent:
+            raise InvalidInputError(f"dtype: {kind.dtype}, expected a floating point dtype for latents")
+        if kind.numbers_per_element == 1:
+            return
+        if table.sizes != table.row_sizes:
+            raise InvalidInputError(f"dtype: {kind.dtype}, expected one number per element beside pooled keys")
+        for name in ("head_dim", "v_head_dim"):
+            if getattr(table, name) is not None and getattr(table, name) % kind.numbers_per_element:
+                expected = f"a multiple of {kind.numbers_per_element} for {kind.name}"
+                raise InvalidInputError(f"{name}: {getattr(table, name)}, expected {expected}")
+
     def _views(self, table: CacheGroup) -> list[torch.Tensor]:
         """Return keys and values of a table's layers, then their scales if the kind has any.
 
-        Keys and values are [planes, layers per plane, num_blocks + 1, block_size, num_kv_heads, head_dim]. Scales lack
-        the last axis.
+        Keys and values are [planes, layers per plane, num_blocks + 1, block_size, num_kv_heads, elements]. Scales lack
+        the last axis, or have the groups of a row there.
         """
         stacks, scales, start = [], [], 0
-        num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size
+        num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size  # in elements
         heads = table.num_kv_heads
         assert heads is not None
-        for elements, row_size in zip(table.sizes, table.row_sizes, strict=True):
+        for numbers, row_numbers in zip(table.sizes, table.row_sizes, strict=True):
+            elements, row_size = self._kind.num_elements(numbers), self._kind.num_elements(row_numbers)
+            groups = self._kind.num_scales(row_numbers // heads)
             together = size // elements
             end = start - -len(table.layers) // together
             shape = end - start, num_blocks, together
@@ -354,10 +373,11 @@ class KvCacheTensors:
             if start == 0:
                 self._keep_entries(table, behind)
             # A head's scales lie side by side, so that a program that attends one head reads whole sectors.
-            by_head = *shape, heads, self.block_size
+            by_head = *shape, heads, self.block_size, groups
             for storage in self._scales:
-                of_rows = storage[start:end, :, : together * self.block_size * heads]
-                scales.append(of_rows.view(by_head).transpose(1, 2).transpose(3, 4))
+                of_rows = storage[start:end, :, : together * self.block_size * heads * groups]
+                of_rows = of_rows.view(by_head).transpose(1, 2).transpose(3, 4)
+                scales.append(of_rows if self._kind.group_size else of_rows.squeeze(-1))
             start = end
         return stacks + scales
 
@@ -469,8 +489,8 @@ class KvCacheTensors:
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]
         k_cache, v_cache = self._keys_and_values(layer)
-        check_shape("key", key, ("num_tokens", *k_cache.shape[2:]))
-        check_shape("value", value, (len(key), *v_cache.shape[2:]))
+        check_shape("key", key, ("num_tokens", k_cache.shape[2], self._kind.width(k_cache)))
+        check_shape("value", value, (len(key), v_cache.shape[2], self._kind.width(v_cache)))
         if self._is_latent(layer) and not torch.equal(key[..., : value.shape[-1]], value):
             raise InvalidInputError(f"value: not the first {value.shape[-1]} elements of the key, as latents have it")
         return key, value

@@ -74,7 +74,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
     parser.add_argument(
         "--kv-cache-dtype",
-        choices=["auto", "fp8", "fp8_e5m2", "int8"],
+        choices=["auto", "fp8", "fp8_e5m2", "int8", "int4"],
         default="auto",
         help="auto: the dtype of the weights",
     )

@@ -1,5 +1,7 @@
 """The cache's memory: its shape, and what it holds in every dtype."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +11,14 @@ from paged import InvalidInputError, KvCacheHandle
 from paged.cache import tensors
 from paged.cache.groups import CacheGroup
 from paged.kernels.core.device import default_device
+from paged.kernels.core.dtypes import kv_kind
 from paged.models.loading.load_options import LoadOptions
 from tests.cache.random_kv import make_manager
 from tests.float64 import to_float8
 from tests.tolerance import assert_within
 
 GROUPS = (CacheGroup((0,), 2, 8), CacheGroup((1, 2), 1, 4, 6, sliding_window=5), CacheGroup((3,), 3, 2))
+_FIVE_LAYERS = {"num_layers": 5, "groups": GROUPS, "num_blocks": 12}
 
 
 def test_tensors_follow_the_config(device: torch.device) -> None:
@@ -30,9 +34,13 @@ def test_tensors_follow_the_config(device: torch.device) -> None:
     assert [tuple(cache.shape[2:]) for cache in caches] == [(2, 8), (2, 8), *[(1, 4), (1, 6)] * 2, (3, 2), (3, 2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "changes", [{}, {"num_layers": 5, "groups": GROUPS, "num_blocks": 12}, {"head_dim": 3}], ids=str
+    ("changes", "dtype"),
+    [
+        *itertools.product(({}, _FIVE_LAYERS, {"head_dim": 3}), (torch.int8, torch.float32)),
+        (_FIVE_LAYERS | {"groups": [*GROUPS[:-1], replace(GROUPS[-1], head_dim=68)]}, torch.bits4x2),
+    ],
+    ids=str,
 )
 def test_rows_and_scales_lie_apart(changes: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
     """Every byte belongs to one row or one scale at the most, and none to two blocks."""
@@ -41,13 +49,13 @@ def test_rows_and_scales_lie_apart(changes: dict[str, Any], dtype: torch.dtype, 
     for table in manager.config.tables:
         num_bytes = 0
         for storage in storages:
-            storage.zero_()
+            storage.view(torch.uint8).zero_()
         for layer in table.layers:
             scales = manager.scales(layer)
-            assert all((scale is not None) == (dtype == torch.int8) for scale in scales)
+            assert all((scale is not None) == (dtype != torch.float32) for scale in scales)
             for cache in (manager.k_cache(layer), manager.v_cache(layer), *scales):
                 if cache is not None:
-                    bits = {1: torch.int8, 4: torch.int32}[cache.element_size()]
+                    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[cache.element_size()]
                     cache[3].view(bits).fill_(-1)
                     num_bytes += cache[3].nbytes
         filled = [storage.view(torch.uint8).view(*storage.shape[:2], -1) == 255 for storage in storages]
@@ -58,6 +66,8 @@ def test_rows_and_scales_lie_apart(changes: dict[str, Any], dtype: torch.dtype, 
 
 def stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a cache holds of rows, float64; in int8 the largest magnitude of each is 127 steps."""
+    if dtype == torch.bits4x2:
+        return kv_kind(dtype).decode(*kv_kind(dtype).encode(rows, None), torch.float64)
     if dtype != torch.int8:
         return (to_float8(rows, dtype) if dtype.itemsize == 1 else rows.to(dtype)).double()
     step = rows.double().abs().amax(-1, keepdim=True) / 127
@@ -66,7 +76,7 @@ def stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bits4x2], ids=str
 )
 def test_rows_and_their_scales_stay_together(dtype: torch.dtype, device: torch.device) -> None:
     """Shared, copied, swapped out and back, found as a prefix, rolled back, cleared; saturated; NaN is told."""
@@ -79,12 +89,13 @@ def test_rows_and_their_scales_stay_together(dtype: torch.dtype, device: torch.d
     manager.advance(parent, 7)
     manager.commit(parent, list(range(7)))
     expected = stored(key, dtype), stored(value, dtype)
-    limit = 1e-6 if dtype == torch.int8 else 0
+    has_scales = kv_kind(dtype).has_scales
+    limit = 1e-6 if has_scales else 0
 
     def check(handle: KvCacheHandle, count: int) -> None:
         for layer in range(2):
             for got, want in zip(manager.read_kv(handle, layer, 0, count), expected, strict=True):
-                assert got.dtype == (torch.float32 if dtype == torch.int8 else dtype)
+                assert got.dtype == (torch.float32 if has_scales else dtype)
                 assert_within(got, want[:count], limit * (1 + want[:count].abs()))
 
     child = manager.fork(parent, "b")

@@ -243,17 +243,33 @@ def _as_int8(rows: torch.Tensor) -> torch.Tensor:
     return (rows / step).round() * step
 
 
+def _as_int4(rows: torch.Tensor) -> torch.Tensor:
+    """32 numbers have 16 levels; the one of largest magnitude is the lowest of them."""
+    groups = rows.float().unflatten(-1, (-1, min(32, rows.shape[-1])))
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)) / -8
+    step = (largest.view(torch.int32) >> 16 << 16).view(torch.float32)
+    return ((groups / step).round().clamp(-8, 7) * step).flatten(-2).to(rows.dtype)
+
+
 ROUNDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp8": lambda rows: rows.to(FP8).to(rows.dtype),
     "fp8_e5m2": lambda rows: rows.to(torch.float8_e5m2).to(rows.dtype),
     "int8": _as_int8,
+    "int4": _as_int4,
 }
 _FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "hunyuan_v1_dense", "llama", "mistral", "qwen3", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [*((name, "fp8") for name in _FAMILIES), ("llama", "fp8_e5m2"), ("gemma3", "int8"), ("gemma4_shared_kv", "int8")],
+    [
+        *((name, "fp8") for name in _FAMILIES),
+        ("llama", "fp8_e5m2"),
+        ("gemma3", "int8"),
+        ("gemma4_shared_kv", "int8"),
+        pytest.param("llama", "int4", marks=pytest.mark.thorough),
+        pytest.param("gemma4_shared_kv", "int4", marks=pytest.mark.thorough),
+    ],
 )
 def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' own logits, once its keys and values are rounded too; however the prompt is cut."""

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 
 from paged.bench.compilation.cases.case import EVERY_CASE, NUM_SMS, TARGETS, TENSOR_CORES, CompileCase
-from paged.bench.compilation.cases.launches import ELEMENTS, SeenLaunch, empty, launch_case, launch_of, launches_of
+from paged.bench.compilation.cases.launches import (
+    DTYPES,
+    ELEMENTS,
+    SeenLaunch,
+    empty,
+    launch_case,
+    launch_of,
+    launches_of,
+)
 from paged.kernels.attention.chosen_kernel import _chosen_attention_kernel
 from paged.kernels.attention.keys import _pack_mask_kernel
 from paged.kernels.attention.merge_splits import _merge_splits_kernel
@@ -89,6 +97,12 @@ def cases() -> list[CompileCase]:
                 _attention_case(target, kind, 512, cache="int8", has_options=True),
                 _attention_case(target, kind, 128, cache="int8", dtype="fp32"),
                 _attention_case(target, kind, 512, cache="int8", shared=True),
+                _attention_case(target, kind, 256, cache="int4"),
+                _attention_case(target, kind, 512, cache="int4"),
+                _attention_case(target, kind, 128, cache="int4", has_options=True),
+                _attention_case(target, kind, 256, cache="int4", has_options=True),
+                _attention_case(target, kind, 512, cache="int4", has_options=True),
+                _attention_case(target, kind, 128, cache="int4", dtype="fp32"),
                 _attention_case(target, kind, 512, dtype="fp32"),
                 _attention_case(target, kind, 192, v_head_dim=128),
                 _attention_case(target, kind, 192, v_head_dim=128, has_options=True),
@@ -256,10 +270,12 @@ def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, 
         "return_lse": True,
     }
     for name, size in (("k_cache", head_dim), ("v_cache", v_head_dim)):
-        row_size = size
+        kind = kv_kind(DTYPES[element])
+        num_elements = kind.num_elements(size)
+        row_size = num_elements
         if box == 0:
-            row_size = size + 1
-        call[name] = empty(element, 4, block_size, 1, row_size)[..., :size]
-        if kv_kind(call[name].dtype).has_scales:
-            call[f"{name[0]}_scale"] = empty("fp32", 4, block_size, 1)
+            row_size = num_elements + 1
+        call[name] = empty(element, 4, block_size, 1, row_size)[..., :num_elements]
+        if kind.has_scales:
+            call[f"{name[0]}_scale"] = empty(ELEMENTS[kind.scale_dtype], *kind.scales_shape(call[name]))
     return call

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 
 from ...attention.call import AttentionCall
+from ...core.checks import scale_strides
+from ...core.dtypes import kv_kind
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import (
@@ -16,6 +21,7 @@ from ..vectors import (
     distances,
     exp2_of,
     fill,
+    int4_products,
     larger,
     largest_of,
     load_part,
@@ -26,6 +32,7 @@ from ..vectors import (
     store_products,
     store_vector,
     sum_of,
+    weighted_int4_sums,
     weighted_sums,
 )
 from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
@@ -40,66 +47,10 @@ LEAST_SCALE = 2.0**-126
 # registers; else it is float32.
 _copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
 _add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
-
-
-@nb.device_function
-def _attend(q, k_cache, v_cache, out, ids, memory, options, sizes, strides, scale, at):
-    """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order.
-
-    The first thread sets the rows of empty sequences and of no sequence to 0.
-    """
-    block_table, cu_seqlens_q, seq_lens = ids
-    (
-        num_seqs,
-        max_queries,
-        num_kv_heads,
-        max_rows,
-        group,
-        num_tokens,
-        size,
-        v_size,
-        block_size,
-        window_left,
-        window_right,
-        chunk_size,
-    ) = sizes
-    sinks, _, _, lse = options
-    no_sinks, num_heads = (np.int64(0), np.int64(0)), num_kv_heads * group
-    total = 0
-    for seq in range(num_seqs):
-        if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
-            total += seq_lens[seq] * num_kv_heads
-    first, end = nb.share(total)
-    is_first = nb.thread_index() == 0
-    if is_first:
-        last = np.int64(cu_seqlens_q[num_seqs])
-        clear_rows(out, lse, no_sinks, last, num_tokens, num_tokens, num_heads, v_size, strides[8], strides[9])
-    first_of_seq = np.int64(0)
-    for seq in range(num_seqs):
-        row = np.int64(cu_seqlens_q[seq])
-        num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
-        if num_queries > max_queries:
-            continue
-        if length == 0 and is_first:
-            end_row = row + num_queries
-            clear_rows(out, lse, sinks, row, end_row, num_tokens, num_heads, v_size, strides[8], strides[9])
-        if num_queries > 0 and length > 0:
-            head = min(max(first - first_of_seq + length - 1, 0) // length, num_kv_heads)
-            end_head = min(max(end - first_of_seq + length - 1, 0) // length, num_kv_heads)
-            at_once = max(1, max_rows // (num_queries * group))
-            while head < end_head:
-                stop = min(head + at_once, end_head)
-                next_seq, next_head = seq, stop
-                if stop == end_head:
-                    next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
-                next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
-                _attend_heads(
-                    q, k_cache, v_cache, out, block_table, memory, options, strides, scale, at, seq, row, num_queries,
-                    length, head, stop, group, num_tokens, size, v_size, block_size, window_left, window_right,
-                    chunk_size, next_keys,
-                )  # fmt: skip
-                head = stop
-        first_of_seq += length * num_kv_heads
+_one_product, _sixteen_products = int4_products(1), int4_products(LANES)
+_add_int4_to_one, _add_int4_to_two = weighted_int4_sums(1), weighted_int4_sums(2)
+_add_int4_to_four = weighted_int4_sums(4)
+Step = Callable[..., Any]
 
 
 @nb.device_function
@@ -116,6 +67,62 @@ def _fetch_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
     for key in range(begin, end):
         for head in range(num_heads):
             prefetch_row(cache, start + key * stride + head * head_stride, size)
+
+
+@nb.inlined
+def _copy_query(q, start, queries, to, size):
+    for i in range(0, size, LANES):
+        store_part(queries, to + i, load_part(q, start + i, size - i), size - i)
+
+
+@nb.device_function
+def _copy_int4_query(q, start, queries, to, size):
+    """Copy a query with the even ones of 32 numbers before the odd ones."""
+    for chunk in range(0, size, 2 * LANES):
+        for i in range(LANES):
+            queries[to + chunk + i] = nb.load(q, start + chunk + 2 * i)
+            queries[to + chunk + LANES + i] = nb.load(q, start + chunk + 2 * i + 1)
+
+
+@nb.device_function
+def _copy_int4_sums(sums, start, factor, out, to, size):
+    """Undo the order of `_copy_int4_query`, times a factor."""
+    for chunk in range(0, size, 2 * LANES):
+        for i in range(LANES):
+            nb.store(out, to + chunk + 2 * i, sums[start + chunk + i] * factor)
+            nb.store(out, to + chunk + 2 * i + 1, sums[start + chunk + LANES + i] * factor)
+
+
+@nb.inlined
+def _score_int4(queries, query, codes, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
+    """Compute the products of a query with keys that are `stride` bytes apart, and their scales `scale_stride`."""
+    end_of_tiles = num_keys // LANES * LANES
+    for i in range(0, end_of_tiles, LANES):
+        at_key, at_scale = key + i * stride, place + i * scale_stride
+        _sixteen_products(queries, query, codes, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i)
+    for i in range(end_of_tiles, num_keys):
+        at_key, at_scale = key + i * stride, place + i * scale_stride
+        _one_product(queries, query, codes, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i)
+
+
+@nb.inlined
+def _weigh_int4(
+    scratch, sums, step, codes, value, stride, scales, place, scale_stride, column, num_keys, size, weights, num_rows
+):
+    """Add 32 weighted values of keys, from a column on, to the sums of 1, 2 or 4 rows; see `_weigh`."""
+    value, place = value + column // 2, place + column // (2 * LANES)
+    if num_rows == 4:
+        _add_int4_to_four(
+            scratch, sums, step, weights, _KEYS, codes, value, stride, scales, place, scale_stride, num_keys
+        )
+    elif num_rows == 2:
+        _add_int4_to_two(
+            scratch, sums, step, weights, _KEYS, codes, value, stride, scales, place, scale_stride, num_keys
+        )
+    else:
+        _add_int4_to_one(
+            scratch, sums, step, weights, _KEYS, codes, value, stride, scales, place, scale_stride, num_keys
+        )
 
 
 @nb.inlined
@@ -173,6 +180,18 @@ def _weigh(scratch, sums, step, cache, value, stride, num_keys, size, weights, n
 
 
 @nb.inlined
+def _score_unscaled(queries, query, cache, key, stride, _scales, _place, _scale_stride, num_keys, size, scratch, to):
+    _score(queries, query, cache, key, stride, num_keys, size, scratch, to)
+
+
+@nb.inlined
+def _weigh_unscaled(
+    scratch, sums, step, cache, value, stride, _scales, _place, _scale_stride, column, num_keys, size, weights, num_rows
+):
+    _weigh(scratch, sums, step, cache, value + column, stride, num_keys, size, weights, num_rows)
+
+
+@nb.inlined
 def _weights(scratch, scores, num_keys, scale, largest):
     """Replace a row's scores by 2^(score * scale - largest so far); return the largest scaled score and the sum.
 
@@ -209,118 +228,214 @@ def _copy_scaled(source, start, factor, target, to, size):
         store_part(target, to + i, scaled, size - i)
 
 
-@nb.device_function
-def _attend_heads(
-    q, k_cache, v_cache, out, block_table, memory, options, strides, scale, at, seq, row, num_queries, length, head,
-    end_head, group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
-):  # fmt: skip
-    """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
+def _attention_by(copy_query: Step, score: Step, weigh: Step, copy_sums: Step) -> Any:
+    """Return a kernel over sequences that reads queries, scores, weighs values and writes results by these steps."""
 
-    next_keys: place of the keys that are read next, for prefetching.
-    """
-    scratch, queries = memory
-    sinks, slopes, cap, lse = options
-    q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides
-    context, table, num_heads, of_head = length - num_queries, seq * table_stride, end_head - head, num_queries * group
-    rows = num_heads * of_head
-    scores = at + rows * size  # scores begin after the queries
-    sums = scores + rows * _KEYS
-    largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
-    for r in range(rows):
-        member = (head + r // of_head) * group + r % group
-        start = (row + r % of_head // group) * q_token + member * q_head
-        for i in range(0, size, LANES):
-            store_part(queries, r * size + i, load_part(q, start + i, size - i), size - i)
-        for i in range(v_size):
-            scratch[sums + r * v_size + i] = np.float32(0)
-        scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
-    first_key = max(0, context - window_left)
-    if chunk_size > 0:
-        first_key = max(first_key, context // chunk_size * chunk_size)
-    end_key = min(length, length + window_right)
-    for tile in range(first_key, end_key, _KEYS):
-        num_keys = min(_KEYS, end_key - tile)
-        j = 0
-        while j < num_keys:
-            start, room = _place_of_key(block_table, table, tile + j, block_size, k_block, k_slot)
-            run = min(num_keys - j, room)
-            if j + run == num_keys:
-                following, _ = _place_of_key(block_table, table, tile, block_size, v_block, v_slot)
-            else:
-                following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
-            # Mask invisible keys: a full vector of keys is faster than single keys.
-            num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
-            share = (run + rows - 1) // rows  # keys to prefetch with each row
-            for h in range(num_heads):
-                key = start + (head + h) * k_head
-                for r in range(h * of_head, (h + 1) * of_head):
-                    begin, end = r * share, min(r * share + share, run)
-                    if j + run == num_keys:
-                        _fetch_keys(v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end)
-                    else:
-                        _fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
-                    to = scores + r * _KEYS + j
-                    _score(queries, r * size, k_cache, key, k_slot, num_scores, size, scratch, to)
-            j += run
-        padded = nb.rounded_up(num_keys, LANES)
-        for query in range(num_queries):
-            position = context + query
-            first, end = visible(position, length, window_left, window_right, chunk_size)
-            for h in range(num_heads):
-                for i in range(group):
-                    r, member, factor = h * of_head + query * group + i, (head + h) * group + i, scale
-                    at_scores = scores + r * _KEYS
-                    if cap > np.float32(0) or slopes[0] != 0:
-                        slope = -number_of_head(slopes, member)
-                        _change(scratch, at_scores, padded, scale, cap, slope, np.float32(position - tile))
-                        factor = np.float32(1)
-                    if first > tile or end < tile + padded:
-                        for j in range(padded):
-                            if tile + j < first or tile + j >= end:
-                                scratch[at_scores + j] = np.float32(-np.inf)
-                    new_largest, rescale, total = _weights(scratch, at_scores, padded, factor, scratch[largest + r])
-                    scratch[largest + r] = new_largest
-                    scratch[totals + r] = scratch[totals + r] * rescale + total
-                    if rescale != np.float32(1):
-                        _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
-        j = 0
-        while j < num_keys:
-            start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
-            run = min(num_keys - j, room)
-            cache, following, next_slot, next_head, next_size = k_cache, next_keys, k_slot, k_head, size
-            if j + run < num_keys:
-                following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
-                following += head * v_head
-                cache, next_slot, next_head, next_size = v_cache, v_slot, v_head, v_size
-            elif tile + _KEYS < end_key:
-                following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
-                following += head * k_head
-            share = (run + rows - 1) // rows
-            for h in range(num_heads):
-                value, r, end_row = start + (head + h) * v_head, h * of_head, (h + 1) * of_head
-                while r < end_row:
-                    num_rows = _rows_together(end_row - r)
-                    begin, end, weights = r * share, min((r + num_rows) * share, run), scores + r * _KEYS + j
-                    # Spread prefetches between the sums, because many at once delay the loads of values.
-                    step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
-                    for column in range(0, v_size, 2 * LANES):
-                        _fetch_keys(
-                            cache, following, next_slot, next_head, num_heads, next_size, begin, min(begin + step, end)
-                        )
-                        begin += step
-                        to, width = sums + r * v_size + column, v_size - column
-                        _weigh(scratch, to, v_size, v_cache, value + column, v_slot, run, width, weights, num_rows)
-                    r += num_rows
-            j += run
-    for r in range(rows):
-        token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
-        start, total = token * out_token + member * out_head, scratch[totals + r]
-        if lse != 0:
-            nb.store(nb.floats(lse), member * num_tokens + token, log_sum_exp(scratch[largest + r], total))
-        inverse = np.float32(0)
-        if total != 0:
-            inverse = np.float32(1) / total
-        _copy_scaled(scratch, sums + r * v_size, inverse, out, start, v_size)
+    @nb.device_function
+    def attend_heads(
+        q, k_cache, v_cache, row_scales, out, block_table, memory, options, strides, scale, at, seq, row, num_queries,
+        length, head, end_head, group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size,
+        next_keys,
+    ):  # fmt: skip
+        """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
+
+        next_keys: place of the keys that are read next, for prefetching.
+        """
+        scratch, queries = memory
+        sinks, slopes, cap, lse = options
+        q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, table_stride = strides[
+            :11
+        ]
+        k_scales, v_scales = row_scales
+        k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head = strides[11:]
+        context, table, num_heads, of_head = (
+            length - num_queries,
+            seq * table_stride,
+            end_head - head,
+            num_queries * group,
+        )
+        rows = num_heads * of_head
+        scores = at + rows * size  # scores begin after the queries
+        sums = scores + rows * _KEYS
+        largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
+        for r in range(rows):
+            member = (head + r // of_head) * group + r % group
+            start = (row + r % of_head // group) * q_token + member * q_head
+            copy_query(q, start, queries, r * size, size)
+            for i in range(v_size):
+                scratch[sums + r * v_size + i] = np.float32(0)
+            scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
+        first_key = max(0, context - window_left)
+        if chunk_size > 0:
+            first_key = max(first_key, context // chunk_size * chunk_size)
+        end_key = min(length, length + window_right)
+        for tile in range(first_key, end_key, _KEYS):
+            num_keys = min(_KEYS, end_key - tile)
+            j = 0
+            while j < num_keys:
+                start, room = _place_of_key(block_table, table, tile + j, block_size, k_block, k_slot)
+                scales, _ = _place_of_key(block_table, table, tile + j, block_size, k_scale_block, k_scale_slot)
+                run = min(num_keys - j, room)
+                if j + run == num_keys:
+                    following, _ = _place_of_key(block_table, table, tile, block_size, v_block, v_slot)
+                else:
+                    following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
+                # Mask invisible keys: a full vector of keys is faster than single keys.
+                num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
+                share = (run + rows - 1) // rows  # keys to prefetch with each row
+                for h in range(num_heads):
+                    key = start + (head + h) * k_head
+                    for r in range(h * of_head, (h + 1) * of_head):
+                        begin, end = r * share, min(r * share + share, run)
+                        if j + run == num_keys:
+                            _fetch_keys(
+                                v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end
+                            )
+                        else:
+                            _fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
+                        to = scores + r * _KEYS + j
+                        place = scales + (head + h) * k_scale_head
+                        score(
+                            queries, r * size, k_cache, key, k_slot, k_scales, place, k_scale_slot, num_scores, size,
+                            scratch, to,
+                        )  # fmt: skip
+                j += run
+            padded = nb.rounded_up(num_keys, LANES)
+            for query in range(num_queries):
+                position = context + query
+                first, end = visible(position, length, window_left, window_right, chunk_size)
+                for h in range(num_heads):
+                    for i in range(group):
+                        r, member, factor = h * of_head + query * group + i, (head + h) * group + i, scale
+                        at_scores = scores + r * _KEYS
+                        if cap > np.float32(0) or slopes[0] != 0:
+                            slope = -number_of_head(slopes, member)
+                            _change(scratch, at_scores, padded, scale, cap, slope, np.float32(position - tile))
+                            factor = np.float32(1)
+                        if first > tile or end < tile + padded:
+                            for j in range(padded):
+                                if tile + j < first or tile + j >= end:
+                                    scratch[at_scores + j] = np.float32(-np.inf)
+                        new_largest, rescale, total = _weights(scratch, at_scores, padded, factor, scratch[largest + r])
+                        scratch[largest + r] = new_largest
+                        scratch[totals + r] = scratch[totals + r] * rescale + total
+                        if rescale != np.float32(1):
+                            _copy_scaled(scratch, sums + r * v_size, rescale, scratch, sums + r * v_size, v_size)
+            j = 0
+            while j < num_keys:
+                start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
+                scales, _ = _place_of_key(block_table, table, tile + j, block_size, v_scale_block, v_scale_slot)
+                run = min(num_keys - j, room)
+                cache, following, next_slot, next_head, next_size = k_cache, next_keys, k_slot, k_head, size
+                if j + run < num_keys:
+                    following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
+                    following += head * v_head
+                    cache, next_slot, next_head, next_size = v_cache, v_slot, v_head, v_size
+                elif tile + _KEYS < end_key:
+                    following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
+                    following += head * k_head
+                share = (run + rows - 1) // rows
+                for h in range(num_heads):
+                    value, r, end_row = start + (head + h) * v_head, h * of_head, (h + 1) * of_head
+                    while r < end_row:
+                        num_rows = _rows_together(end_row - r)
+                        begin, end, weights = r * share, min((r + num_rows) * share, run), scores + r * _KEYS + j
+                        # Spread prefetches between the sums, because many at once delay the loads of values.
+                        step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
+                        for column in range(0, v_size, 2 * LANES):
+                            _fetch_keys(
+                                cache,
+                                following,
+                                next_slot,
+                                next_head,
+                                num_heads,
+                                next_size,
+                                begin,
+                                min(begin + step, end),
+                            )
+                            begin += step
+                            to, width = sums + r * v_size + column, v_size - column
+                            place = scales + (head + h) * v_scale_head
+                            weigh(
+                                scratch, to, v_size, v_cache, value, v_slot, v_scales, place, v_scale_slot, column, run,
+                                width, weights, num_rows,
+                            )  # fmt: skip
+                        r += num_rows
+                j += run
+        for r in range(rows):
+            token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
+            start, total = token * out_token + member * out_head, scratch[totals + r]
+            if lse != 0:
+                nb.store(nb.floats(lse), member * num_tokens + token, log_sum_exp(scratch[largest + r], total))
+            inverse = np.float32(0)
+            if total != 0:
+                inverse = np.float32(1) / total
+            copy_sums(scratch, sums + r * v_size, inverse, out, start, v_size)
+
+    @nb.device_function
+    def attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at):
+        """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order.
+
+        The first thread sets the rows of empty sequences and of no sequence to 0.
+        """
+        block_table, cu_seqlens_q, seq_lens = ids
+        (
+            num_seqs,
+            max_queries,
+            num_kv_heads,
+            max_rows,
+            group,
+            num_tokens,
+            size,
+            v_size,
+            block_size,
+            window_left,
+            window_right,
+            chunk_size,
+        ) = sizes
+        sinks, _, _, lse = options
+        no_sinks, num_heads = (np.int64(0), np.int64(0)), num_kv_heads * group
+        total = 0
+        for seq in range(num_seqs):
+            if cu_seqlens_q[seq + 1] - cu_seqlens_q[seq] <= max_queries:
+                total += seq_lens[seq] * num_kv_heads
+        first, end = nb.share(total)
+        is_first = nb.thread_index() == 0
+        if is_first:
+            last = np.int64(cu_seqlens_q[num_seqs])
+            clear_rows(out, lse, no_sinks, last, num_tokens, num_tokens, num_heads, v_size, strides[8], strides[9])
+        first_of_seq = np.int64(0)
+        for seq in range(num_seqs):
+            row = np.int64(cu_seqlens_q[seq])
+            num_queries, length = np.int64(cu_seqlens_q[seq + 1]) - row, np.int64(seq_lens[seq])
+            if num_queries > max_queries:
+                continue
+            if length == 0 and is_first:
+                end_row = row + num_queries
+                clear_rows(out, lse, sinks, row, end_row, num_tokens, num_heads, v_size, strides[8], strides[9])
+            if num_queries > 0 and length > 0:
+                head = min(max(first - first_of_seq + length - 1, 0) // length, num_kv_heads)
+                end_head = min(max(end - first_of_seq + length - 1, 0) // length, num_kv_heads)
+                at_once = max(1, max_rows // (num_queries * group))
+                while head < end_head:
+                    stop = min(head + at_once, end_head)
+                    next_seq, next_head = seq, stop
+                    if stop == end_head:
+                        next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
+                    next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
+                    attend_heads(
+                        q, k_cache, v_cache, scales, out, block_table, memory, options, strides, scale, at, seq, row,
+                        num_queries, length, head, stop, group, num_tokens, size, v_size, block_size, window_left,
+                        window_right, chunk_size, next_keys,
+                    )  # fmt: skip
+                    head = stop
+            first_of_seq += length * num_kv_heads
+
+    return attend
+
+
+_attend = _attention_by(_copy_query, _score_unscaled, _weigh_unscaled, _copy_scaled)
+_attend_int4 = _attention_by(_copy_int4_query, _score_int4, _weigh_int4, _copy_int4_sums)
 
 
 @nb.Kernel
@@ -331,13 +446,36 @@ def _paged_attention(arguments):
     options, scratch, scratch_size = options_of(values[9:12], values[38:]), values[12], values[13]
     at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
     floats, queries = nb.floats(scratch), scratch + at * 4  # in bytes
-    sizes, strides = values[15:27], values[27:38]
+    none = np.int64(0)
+    sizes, strides = values[15:27], (*values[27:38], none, none, none, none, none, none)
+    scales = nb.bfloats(none), nb.bfloats(none)  # rows have no scales
     if is_bf16:
-        tensors = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
-        _attend(*tensors, ids, (floats, _copied_bfloats(queries)), options, sizes, strides, scale, at)
+        q, k_cache, v_cache, out = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
+        memory = floats, _copied_bfloats(queries)
+        _attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at)
     else:
-        wide = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
-        _attend(*wide, ids, (floats, nb.floats(queries)), options, sizes, strides, scale, at)
+        q, k_cache, v_cache, out = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
+        memory = floats, nb.floats(queries)
+        _attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at)
+
+
+@nb.Kernel
+def _paged_int4_attention(arguments):
+    values = nb.unpack(arguments, 49)
+    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
+    ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
+    options, scratch, scratch_size = options_of(values[9:12], values[38:41]), values[12], values[13]
+    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
+    memory = nb.floats(scratch), nb.floats(scratch + at * 4)
+    sizes, strides = values[15:27], values[27:38] + values[43:49]
+    scales = nb.bfloats(values[41]), nb.bfloats(values[42])
+    keys, vals = nb.uint8s(k_cache), nb.uint8s(v_cache)
+    if is_bf16:
+        _attend_int4(
+            nb.bfloats(q), keys, vals, scales, nb.bfloats(out), ids, memory, options, sizes, strides, scale, at
+        )
+    else:
+        _attend_int4(nb.floats(q), keys, vals, scales, nb.floats(out), ids, memory, options, sizes, strides, scale, at)
 
 
 # First arguments of both attention kernels.
@@ -353,7 +491,7 @@ def sizes_of(call: AttentionCall) -> tuple[int, ...]:
     return (
         call.q.shape[0],
         call.q.shape[2],
-        call.v_cache.shape[3],
+        call.v_head_dim,
         call.k_cache.shape[1],
         *call.window,
         call.chunk_size,
@@ -367,13 +505,19 @@ def sizes_of(call: AttentionCall) -> tuple[int, ...]:
     )
 
 
+def is_int4(call: AttentionCall) -> bool:
+    """Return whether the caches are int4."""
+    return kv_kind(call.k_cache.dtype).name == "int4"
+
+
 def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
     """Return a launch that fills the rows of sequences with up to `max_queries` queries.
 
     The launch is for calls like this one, with the same lengths and checked ids. cu_seqlens_q and seq_lens must be
     contiguous.
     """
-    (_, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
+    _, num_q_heads, size = call.q.shape
+    num_kv_heads, v_size = call.v_cache.shape[2], call.v_head_dim
     group = num_q_heads // num_kv_heads
     # Float32 numbers of a row: its query, scores, sums, and two numbers of the softmax. The scratch memory of a thread
     # is rounded up to cache lines of 64 bytes, so that threads share none.
@@ -392,4 +536,7 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
         group,
         *sizes_of(call),
     )
+    if is_int4(call):
+        arguments += ("k_scale", "v_scale", *scale_strides(k_scale=call.k_scale, v_scale=call.v_scale).values())
+        return NumbaLaunch(_paged_int4_attention.address, call.num_products, arguments, scratch_size=scratch_size)
     return NumbaLaunch(_paged_attention.address, call.num_products, arguments, scratch_size=scratch_size)

@@ -57,6 +57,13 @@ def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
     return _bfloat16
 
 
+def takes_int4(call: AttentionCall) -> bool:
+    """Return whether a numba kernel reads int4 caches for calls like this one: a few queries, heads of whole groups."""
+    group = call.q.shape[1] // call.k_cache.shape[2]
+    sizes = call.q.shape[2], call.v_head_dim
+    return call.max_seqlen_q * group <= _FEW_ROWS and all(size % (2 * LANES) == 0 for size in sizes)
+
+
 def launch_for(call: AttentionCall) -> NumbaLaunch:
     """Return a launch that fills the rows of calls like this one, with the same lengths and checked ids.
 

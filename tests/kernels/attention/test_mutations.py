@@ -13,6 +13,7 @@ import paged.kernels.attention.launches
 import paged.kernels.attention.merge_splits
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
+import paged.kernels.core.dtypes
 from paged.bench.attention.problem import Problem, call_of
 from tests.backends import needs_numba
 from tests.headroom import unnoted
@@ -22,6 +23,7 @@ from tests.kernels.faulty import exceeds_no_bound_twice, load_copy, planted, tur
 attention = paged.kernels.attention
 # Each imports those before it.
 MODULES = (
+    paged.kernels.core.dtypes,
     attention.keys,
     attention.merge_splits,
     attention.online_softmax,
@@ -39,6 +41,7 @@ PROBLEMS = (
         "chunks", ((1, 65), (30, 70)), heads=(2, 1), chunk_size=24, causal=(True, False), head_dim=48, v_head_dim=24
     ),
     Problem("int8", ((3, 40), (20, 24)), cache_dtype=torch.int8, softcap=3.0),
+    Problem("int4", ((3, 40), (20, 24)), cache_dtype=torch.bits4x2, head_dim=72, v_head_dim=40),
     Problem("fp8", ((30, 60),), cache_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16),
     Problem("values", ((3, 40),), layout="shared", head_dim=64, v_head_dim=40),
     Problem("chosen", ((3, 30), (7, 70)), chosen=(24, 3), alibi=True, tree=True, window_size=(50, -1), scales="head"),
@@ -80,6 +83,12 @@ MUTATIONS = {
         "cached.stride_scale_block, cached.stride_scale_slot",
         "cached.stride_scale_block, 0",
     ),
+    "the scale of another group": (
+        "int4",
+        "starts[:, None] + tl.arange(0, GROUPS)",
+        "starts[:, None] + 0 * tl.arange(0, GROUPS)",
+    ),
+    "nibbles are swapped": ("int4", "tl.join(packed & 15, packed >> 4)", "tl.join(packed >> 4, packed & 15)"),
     "the scales of V for K": ("int8", "scores *= k_scale[None, :]", "scores *= v_scale[None, :]"),
     "the scales of K for V": ("int8", "v.to(tl.float32) * v_scale[:, None]", "v.to(tl.float32) * k_scale[:, None]"),
     "queries are scaled by no power of two": (
@@ -160,6 +169,7 @@ NUMBA_MODULES = "many_queries", "few_queries", "tile_products", "vector_products
 _FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softcap=2.0, padding_rows=2)
 _MANY = replace(_FEW, name="many", lengths=((40, 150), (12, 20)))
 _CHOSEN = replace(_FEW, name="chosen", chosen=(24, 4))
+_INT4 = replace(_FEW, name="int4", cache_dtype=torch.bits4x2, head_dim=64)
 # fault -> (the problem that finds it, or few and many if empty, text of the numba kernels, what the copy has instead)
 NUMBA_MUTATIONS = {
     "no fault": ("", "", ""),
@@ -172,6 +182,13 @@ NUMBA_MUTATIONS = {
     "the slope of another head": ("", "number_of_head(slopes, member)", "number_of_head(slopes, head)"),
     "lse in base 2": ("", "largest * np.float32(1 / LOG2_E)", "largest"),
     "an entry is visible one token early": ("chosen", "min(end_key, (block + 1)", "min(end_key + 1, (block + 1)"),
+    "scales of values of another head": ("int4", "(head + h) * v_scale_head", "head * v_scale_head"),
+    "the first scale of values for all": ("int4", "place + column // (2 * LANES)", "place"),
+    "even and odd sums are swapped": (
+        "int4",
+        "+ 2 * i, sums[start + chunk + i]",
+        "+ 2 * i, sums[start + chunk + LANES + i]",
+    ),
     "keys behind a chosen block": ("chosen", "for j in range(num_keys, padded)", "for j in range(padded, padded)"),
 }
 
@@ -191,7 +208,7 @@ def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monk
         copy = load_copy(f"{NUMBA_OPS}.{module}", tmp_path, faulty, monkeypatch)
         monkeypatch.setattr(package, module, copy)
     with unnoted():
-        for problem in (_FEW, _MANY, _CHOSEN):
-            if problem.name == name or (name == "" and problem is not _CHOSEN):
+        for problem in (_FEW, _MANY, _CHOSEN, _INT4):
+            if problem.name == name or (name == "" and problem not in (_CHOSEN, _INT4)):
                 arguments = call_of(problem, torch.device("cpu"))
                 assert turns_red(exceeds_no_bound_twice, ATTENTION, arguments) == (fault != "no fault")
