@@ -164,6 +164,7 @@ def sized_cache_config(
         host_cache_bytes=load_options.host_cache_bytes,
         cache_folder=load_options.cache_folder,
         cache_folder_bytes=load_options.cache_folder_bytes,
+        max_pinned_fraction=load_options.max_pinned_fraction,
     )
     state_bytes = 0
     if cache.recurrent is not None:

@@ -19,6 +19,20 @@ class OutOfBlocksError(PagedError):
         self.free = free
 
 
+class PinBudgetError(OutOfBlocksError):
+    """A pin would keep more blocks, or more states of recurrent layers, than `max_pinned_fraction` allows.
+
+    Attributes:
+        needed: blocks or states of all pins together, the new one included.
+        free: most blocks or states that pins may keep.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        PagedError.__init__(self, f"pins would keep {needed} blocks or states, max_pinned_fraction allows {free}")
+        self.needed = needed
+        self.free = free
+
+
 class OutOfStateSlotsError(OutOfBlocksError):
     """The cache has too few free slots for states of recurrent layers for a call.
 

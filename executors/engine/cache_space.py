@@ -14,7 +14,7 @@ from paged.errors import InvalidInputError, OutOfBlocksError
 from paged.executors.engine.step import EngineStep
 from paged.executors.foreign import ForeignCache, ForeignExecutor
 from paged.executors.isolation import attempt
-from paged.executors.requests.request import Completion, State
+from paged.executors.requests.request import Completion, State, namespace_of
 from paged.executors.unified_executor import UnifiedExecutor
 from paged.step.batch_step import reserve_items
 
@@ -240,6 +240,7 @@ class BlockSpace:
                 token_ids=self._ids_to_match(completion),
                 namespace=namespace,
                 from_files=completion.from_files,
+                retention=request.retention,
             )
             num_usable = handle.num_tokens
             if self._runs_fixed_chunks:
@@ -253,7 +254,9 @@ class BlockSpace:
                     self.manager.truncate(handle, num_usable)
                 except InvalidInputError:  # the repeated token's window needs a block that the prefix lacks
                     self.manager.free(handle)
-                    handle = self.manager.allocate(completion.seq_id, num_tokens, namespace=namespace)
+                    handle = self.manager.allocate(
+                        completion.seq_id, num_tokens, namespace=namespace, retention=request.retention
+                    )
             completion.hold(handle)
             if request.first_token is None:
                 request.num_cached_tokens = request.output.num_cached_tokens = handle.num_tokens
@@ -278,12 +281,16 @@ class BlockSpace:
             return completion.tokens
         return request.embeds.ids(completion.tokens, 0)
 
+    def namespace(self, adapter: str | None, cache_salt: str | None) -> Hashable:
+        """Return the namespace of the cached K/V of requests with this adapter and salt."""
+        if self._runs_fixed_chunks:
+            # Fixed chunks get their own namespace, because other steps publish blocks with different bits.
+            return (adapter, cache_salt, "fixed chunks", int(self.is_invariant))
+        return namespace_of(adapter, cache_salt)
+
     def _namespace_of(self, completion: Completion) -> Hashable:
         request = completion.request
-        if not self._runs_fixed_chunks:
-            return request.namespace
-        # Fixed chunks get their own namespace, because other steps publish blocks with different bits.
-        return (request.adapter, request.cache_salt, "fixed chunks", int(self.is_invariant))
+        return self.namespace(request.adapter, request.cache_salt)
 
     def _growth_of(self, completion: Completion) -> int:
         """Return how many blocks a completion lacks for the growth that the admission policy counts."""

@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from paged.cache.pins import PinnedPrefix
+from paged.cache.retention import Retention
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.executors.engine.beam_search import BeamOutput, search_beams
 from paged.executors.engine.config import EngineConfig, QueueFullError
@@ -44,6 +46,8 @@ _DEFAULT_PARAMS = SamplingParams()
 _ONE_TOKEN = SamplingParams(max_tokens=1)
 # Largest absolute value of a priority. It catches mistakes and keeps products with `priority_requests` small.
 _MAX_PRIORITY = 1 << 31
+# Fields of `CacheStats` that are in `EngineStatus`.
+_CACHE_COUNTS = ("used_blocks", "num_blocks", "retained_blocks", "pinned_blocks")
 _UINT64_MAX = (1 << 64) - 1
 
 
@@ -105,20 +109,18 @@ class Engine(EngineCore):
     def status(self) -> EngineStatus:
         """Return the counts of the queue, running sequences and cache blocks."""
         scheduler, manager = self._scheduler, self.executor.kv_manager
-        used_blocks: int | None = None
-        num_blocks: int | None = None
+        counts: dict[str, int | None] = dict.fromkeys(_CACHE_COUNTS)
         tiers: dict[str, int] = {}
         if manager is not None:
             stats = manager.stats()
-            used_blocks, num_blocks = stats.used_blocks, stats.num_blocks
+            counts = {name: getattr(stats, name) for name in _CACHE_COUNTS}
             tiers = stats.of_tiers()
         return EngineStatus(
             waiting=len(scheduler.waiting),
             swapped=scheduler.num_swapped,
             prefilling=len(scheduler.prefilling),
             decoding=len(scheduler.decoding),
-            used_blocks=used_blocks,
-            num_blocks=num_blocks,
+            **counts,
             lora=self.executor.lora_metrics_snapshot(),
             tiers=tiers,
         )
@@ -155,6 +157,7 @@ class Engine(EngineCore):
         metadata: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        retention: Retention | None = None,
         token_mask: TokenMask | None = None,
         logits_processor: LogitsProcessor | None = None,
         text_end: TextEnd | None = None,
@@ -174,6 +177,7 @@ class Engine(EngineCore):
                 no limit.
             cache_salt: the request shares cached prefixes only with requests of the same salt. Without it, a tenant
                 could infer another tenant's prompt from the time to the first token.
+            retention: priority of the prompt's cached blocks over those of other requests; None for the lowest.
             token_mask: tells before every token which tokens are allowed, for example an `xgrammar.GrammarMatcher`.
                 When it is complete, the completion ends with "stop". Every completion after the first gets a fork of
                 it.
@@ -205,6 +209,8 @@ class Engine(EngineCore):
         item_metadata = self._prompts.item_metadata(metadata, adapter)
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise InvalidInputError(f"cache_salt: {shown(cache_salt)}, expected a text that is not empty, or None")
+        if retention is not None and not isinstance(retention, Retention):
+            raise InvalidInputError(f"retention: {shown(retention)}, expected a Retention or None")
         token_masks = _forks("token_mask", token_mask, TokenMask, params.n)  # type: ignore[type-abstract]
         processors = _forks("logits_processor", logits_processor, LogitsProcessor, params.n)  # type: ignore[type-abstract]
         text_ends = _forks("text_end", text_end, TextEnd, params.n)  # type: ignore[type-abstract]
@@ -221,6 +227,8 @@ class Engine(EngineCore):
             raise UnsupportedError(f"prompt_logprobs: {type(self.executor).__name__} runs no mixed batches")
         if prompt_embeds is not None:
             self._prompts.check_embeds(prompt_embeds, len(ids))
+        if retention is not None:
+            retention = retention.of_prompt(len(ids))
         chunks = whole_chunks(len(ids), prompt_embeds, is_fixed=self.config.batch_invariant)
         max_tokens = self._prompts.max_tokens(name, ids, params, chunks)
         # Checked late, because reading the arguments runs the caller's code, which may add requests.
@@ -247,6 +255,7 @@ class Engine(EngineCore):
             arrived=now,
             name=f"{self._name}-{arrival}",
             cache_salt=cache_salt,
+            retention=retention,
             embeds=prompt_embeds,
             deadline=now + deadline_s,
             token_masks=token_masks,
@@ -272,6 +281,38 @@ class Engine(EngineCore):
                 prompt.
         """
         return self._prompts.encode(prompt)
+
+    def pin_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        ttl_s: float | None = None,
+    ) -> PinnedPrefix:
+        """Keep the longest cached prefix of a prompt until its `release`; run the prompt before. Any thread may call.
+
+        Args:
+            prompt: as `prompt_token_ids` of `add_request`.
+            adapter, cache_salt: as those of the requests that are to find the prefix.
+            ttl_s: see `PagedKvCacheManager.pin`.
+
+        Raises:
+            InvalidInputError, PinBudgetError: as of `PagedKvCacheManager.pin`.
+        """
+        ids = self._prompts.token_ids(prompt)
+        return self._space.manager.pin(ids, namespace=self._space.namespace(adapter, cache_salt), ttl_s=ttl_s)
+
+    def forget_prefixes(self, cache_salt: str) -> None:
+        """Hide everything that requests with this salt have cached from later requests, and release its pins.
+
+        Raises:
+            InvalidInputError: a request with this salt runs.
+        """
+        manager = self._space.manager
+        for namespace in manager.namespaces():
+            if isinstance(namespace, tuple) and namespace[1] == cache_salt:
+                manager.forget_namespace(namespace)
 
     def abort(self, request_id: SeqId) -> bool:
         """End a request and free its cache; return False if no unfinished request has this id.

@@ -102,6 +102,7 @@ class EngineStatus:
         waiting, swapped: completions in the queue, and how many of them have K/V in host memory.
         prefilling, decoding: running completions that run their prompt, and that decode.
         used_blocks, num_blocks: blocks of the KV cache; None without a cache manager.
+        retained_blocks, pinned_blocks: blocks with a priority, and blocks of pins; see `CacheStats`.
         lora: the executor's `lora_metrics_snapshot`.
         tiers: `CacheStats.of_tiers`.
     """
@@ -112,6 +113,8 @@ class EngineStatus:
     decoding: int
     used_blocks: int | None
     num_blocks: int | None
+    retained_blocks: int | None = None
+    pinned_blocks: int | None = None
     lora: Mapping[str, Any] | None = None
     tiers: Mapping[str, int] = field(default_factory=dict)
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paged.cache.kv_cache import KvCacheHandle
+from paged.cache.retention import Retention
 from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError
 from paged.executors.requests.output import RequestOutput
@@ -33,6 +34,13 @@ FIXED_CHUNK = 256
 _UNKNOWN = 0  # placeholder for a token that only the device knows, see `UnifiedBatch.device_ids`
 
 
+def namespace_of(adapter: str | None, cache_salt: str | None) -> Hashable:
+    """Return the namespace of the cached K/V of requests with this adapter and salt."""
+    if cache_salt is None:
+        return adapter
+    return (adapter, cache_salt)
+
+
 class State(Enum):
     """State of a completion: in the queue (perhaps swapped out), running its prompt, decoding, or done."""
 
@@ -50,6 +58,7 @@ class Request:
         turn: sort key of its completions; earlier turns run first.
         name: unique prefix of its sequence ids in the executor.
         cache_salt: only requests with the same salt share K/V.
+        retention: priority of the prompt's cached blocks, or None.
         embeds: rows in place of the embeddings of some prompt tokens, or None.
         num_begun: number of completions that were queued or forked; the others fork when the first one's prompt has
             run.
@@ -72,6 +81,7 @@ class Request:
     arrived: float
     name: str = ""
     cache_salt: str | None = None
+    retention: Retention | None = None
     embeds: PromptEmbeds | None = None
     deadline: float = math.inf
     token_masks: list[TokenMask] = field(default_factory=list)
@@ -122,10 +132,8 @@ class Request:
 
     @property
     def namespace(self) -> Hashable:
-        """Namespace of the request's cached K/V, from adapter and salt."""
-        if self.cache_salt is None:
-            return self.adapter
-        return (self.adapter, self.cache_salt)
+        """Namespace of the request's cached K/V."""
+        return namespace_of(self.adapter, self.cache_salt)
 
 
 class Completion:

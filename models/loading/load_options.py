@@ -14,7 +14,7 @@ from paged.errors import InvalidInputError
 from paged.folder_path import as_folder
 from paged.kernels.core.device import default_device
 from paged.kernels.core.dtypes import KV_KINDS
-from paged.kernels.core.errors import as_bool, as_int, shown
+from paged.kernels.core.errors import as_bool, as_float, as_int, shown
 from paged.token_ids import as_token_ids
 
 # Limit of block ids and positions, which are 32-bit integers on the device.
@@ -137,6 +137,7 @@ class LoadOptions:
             has its own files there. Loading then reads the weights twice, to identify them by every byte.
         cache_folder_bytes: largest size of all files in cache_folder; None for no limit.
         enable_prefix_cache: whether prompts share the K/V of equal prefixes.
+        max_pinned_fraction: share of the KV cache that pinned prefixes may keep, below 1, see `PagedKvCacheConfig`.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise a dtype of 8 or 4 bits, as torch.dtype or
             a name in KV_CACHE_DTYPES: an 8-bit float with the checkpoint's scales (1 if it has none), int8 with a scale
             for each head and token, or int4 with a scale for 32 numbers of a head. Latents take float8_e4m3fn alone.
@@ -179,6 +180,7 @@ class LoadOptions:
     cache_folder: Path | None = None
     cache_folder_bytes: int | None = None
     enable_prefix_cache: bool = True
+    max_pinned_fraction: float = 0.0
     kv_cache_dtype: torch.dtype | None = None
     max_loras: int = 8
     max_lora_rank: int = 64
@@ -208,6 +210,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "cache_folder": _as_optional_folder,
     "cache_folder_bytes": partial(_as_optional_size, low=0, high=None),
     "enable_prefix_cache": as_bool,
+    "max_pinned_fraction": partial(as_float, low=0.0, high=1.0),
     "kv_cache_dtype": partial(as_dtype, more_dtypes=KV_CACHE_DTYPES),
     "max_loras": _as_size,
     "max_lora_rank": _as_size,

@@ -46,6 +46,7 @@ LEFT_OUT: Mapping[str, str] = {
     "cache_folder": "where the files are",
     "cache_folder_bytes": "how many files there are",
     "enable_prefix_cache": "whether K/V are found at all",
+    "max_pinned_fraction": "how long K/V are found",
     "max_loras": "an adapter's K/V have a namespace of their own",
     "max_lora_rank": "as max_loras",
     "cuda_graphs": "the same kernels with more rows",

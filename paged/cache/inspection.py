@@ -10,6 +10,7 @@ import torch
 from paged.cache.guard import CacheGuard
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences
+from paged.cache.pins import Pins
 from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
 from paged.cache.slot_allocator import KvSlotAllocator
@@ -42,6 +43,8 @@ class CacheStats:
         evictions: cached blocks that were handed out or withdrawn.
         swapped_out_blocks, swapped_in_blocks: blocks moved to the host, and blocks moved back.
         swap_blocks_free: free host blocks.
+        retained_blocks: published blocks with a priority, see `Retention`.
+        pinned_blocks, num_pins: blocks that pins keep, and number of pins.
         num_state_slots, free_state_slots: slots for recurrent states: all of them, and the slots that can be handed
             out, snapshots included.
         state_snapshots: recurrent states kept for prompts with the same beginning.
@@ -82,6 +85,9 @@ class CacheStats:
     swapped_out_blocks: int
     swapped_in_blocks: int
     swap_blocks_free: int
+    retained_blocks: int = 0
+    pinned_blocks: int = 0
+    num_pins: int = 0
     num_state_slots: int = 0
     free_state_slots: int = 0
     state_snapshots: int = 0
@@ -115,6 +121,7 @@ class CacheStats:
 def count_stats(
     config: PagedKvCacheConfig,
     sequences: LiveSequences,
+    pins: Pins,
     prefixes: PrefixCache,
     swap: SwapSpace,
     tensors: KvCacheTensors,
@@ -122,6 +129,7 @@ def count_stats(
 ) -> CacheStats:
     """Collect the counts of a cache's parts."""
     pool = prefixes.pool
+    pool.priorities.expire()
     free, total = pool.num_free, pool.num_blocks
     of_kinds: dict[str, int] = {}
     for kind in prefixes.kinds:
@@ -154,6 +162,9 @@ def count_stats(
         cached_blocks=len(pool.cached),
         published_blocks=len(prefixes.index.published),
         swap_blocks_free=swap.shelf.num_free,
+        retained_blocks=len(pool.priorities.levels),
+        pinned_blocks=pins.num_blocks,
+        num_pins=len(sequences.pinned),
         **guard.counts.by_name,
         **of_kinds,
         **of_tier,
@@ -165,7 +176,7 @@ def _count_references(sequences: LiveSequences) -> tuple[Counter[int], Counter[i
     on_device = Counter[int]()
     on_host = Counter[int]()
     reservations: set[KvSlotReservation] = set()
-    for state in sequences.states():
+    for state in sequences.holders():
         on_device.update(state.blocks)
         if state.host_blocks is not None:
             on_host.update(state.host_blocks.values())
@@ -188,7 +199,7 @@ def recount(sequences: LiveSequences, prefixes: PrefixCache, swap: SwapSpace) ->
     swap.shelf.pool.recount(host_references)
     swap.num_sequences = len([state for state in states if state.host_blocks is not None])
     for kind in prefixes.kinds:
-        kind.recount(states)
+        kind.recount(sequences.holders())
 
 
 def check_integrity(
@@ -218,7 +229,7 @@ def check_integrity(
     host_pool.check(host_references)
     prefixes.index.check()
     for kind in prefixes.kinds:
-        kind.check(sequences.states())
+        kind.check(sequences.holders())
 
 
 class KvInspection:

@@ -59,6 +59,8 @@ class PagedKvCacheConfig:
             after a restart. A cache without a model does not know its weights: name them in the namespaces or by
             `set_fingerprint`. Without `host_cache_bytes`, the cache takes 64 MiB of host memory.
         cache_folder_bytes: limit for the bytes of all files in `cache_folder`; None for no limit.
+        max_pinned_fraction: share of the pool that `pin` may keep, below 1. Sequences are limited to the rest, so that
+            pins never starve them. 0 allows no pins.
         tables: one CacheGroup for each block table, derived from `groups`; groups without a window come first.
         own_groups: those of `groups` with memory of their own.
         has_canaries: whether the cache checks what it holds before every forward, by PAGED_CANARY=1.
@@ -90,6 +92,7 @@ class PagedKvCacheConfig:
     host_cache_bytes: int = 0
     cache_folder: str | os.PathLike[str] | None = None
     cache_folder_bytes: int | None = None
+    max_pinned_fraction: float = 0.0
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     own_groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     has_canaries: bool = field(init=False, repr=False, compare=False)
@@ -108,13 +111,15 @@ class PagedKvCacheConfig:
         for name in ("max_seq_len", "sliding_window"):
             if getattr(self, name) is not None:
                 self._set(name, as_int(name, getattr(self, name), low=1))
-        for name in ("low_watermark", "high_watermark"):
+        for name in ("low_watermark", "high_watermark", "max_pinned_fraction"):
             self._set(name, as_float(name, getattr(self, name), 0.0, 1.0))
         if self.high_watermark > self.low_watermark:
             raise InvalidInputError(
                 f"high_watermark, low_watermark: {self.high_watermark}, {self.low_watermark}, "
                 "expected 0 <= high_watermark <= low_watermark <= 1"
             )
+        if self.num_pinned_blocks >= self.num_blocks:
+            raise InvalidInputError(f"max_pinned_fraction: {self.max_pinned_fraction}, expected below 1")
         self._set("enable_prefix_cache", as_bool("enable_prefix_cache", self.enable_prefix_cache))
         if not isinstance(self.prefix_hash, str) or self.prefix_hash not in ("fast", "sha256"):
             raise InvalidInputError(f"prefix_hash: {shown(self.prefix_hash)}, expected 'fast' or 'sha256'")
@@ -216,6 +221,11 @@ class PagedKvCacheConfig:
         """
         return max(1, [table.most_seen for table in self.tables].count(None))
 
+    @property
+    def num_pinned_blocks(self) -> int:
+        """Most blocks that pins may keep."""
+        return int(self.num_blocks * self.max_pinned_fraction)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that hold `num_tokens` in all tables."""
         return -(-num_tokens // self.block_size) * len(self.tables)
@@ -253,9 +263,13 @@ class PagedKvCacheConfig:
         return self._longest(needed)
 
     def _longest(self, needed: Callable[[int], int]) -> int:
-        """Return the longest length in the pool. needed: blocks of all tables for a number of blocks of the first."""
-        counts = range(1, self.num_blocks // self.num_whole + 1)
-        return bisect_right(counts, self.num_blocks, key=needed) * self.block_size
+        """Return the longest length in the part of the pool that pins cannot take.
+
+        needed: blocks of all tables for a number of blocks of the first.
+        """
+        num_blocks = self.num_blocks - self.num_pinned_blocks
+        counts = range(1, num_blocks // self.num_whole + 1)
+        return bisect_right(counts, num_blocks, key=needed) * self.block_size
 
     @property
     def capacity_tokens(self) -> int:

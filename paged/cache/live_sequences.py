@@ -170,10 +170,15 @@ RequestColumns = tuple[list[SeqId], list[int], list[int | None]]
 
 
 class LiveSequences:
-    """All live sequences. handles: handle by request id, oldest first. tables: block ids of the sequences."""
+    """All live sequences, and what pins hold.
+
+    handles: handle by request id, oldest first. tables: block ids of the sequences. pinned: sequences of pins, which
+    never run, with the time of `time.monotonic` at which they expire.
+    """
 
     def __init__(self, config: PagedKvCacheConfig, pool: BlockPool, rollback: Rollback) -> None:
         self.handles: dict[SeqId, KvCacheHandle] = {}
+        self.pinned: dict[SequenceState, float] = {}
         self.tables = BlockTables(len(config.tables))
         self._pool = pool
         self._rollback = rollback
@@ -183,6 +188,10 @@ class LiveSequences:
     def states(self) -> list[SequenceState]:
         """Return all live sequences, oldest first."""
         return [handle._state for handle in self.handles.values()]
+
+    def holders(self) -> list[SequenceState]:
+        """Return everything that holds blocks: all live sequences, then those of pins."""
+        return [*self.states(), *self.pinned]
 
     def add(self, state: SequenceState) -> KvCacheHandle:
         """Register a new sequence; return its handle."""

@@ -18,8 +18,10 @@ from paged.cache.kinds.kind import CacheParts, Kind
 from paged.cache.kinds.slots import SlotKind
 from paged.cache.kv_cache import KvCacheHandle, PagedKvCacheConfig
 from paged.cache.live_sequences import LiveSequences, as_columns, as_pairs
+from paged.cache.pins import PinnedPrefix, Pins
 from paged.cache.pool import BlockPool
 from paged.cache.prefix_cache import PrefixCache
+from paged.cache.retention import MAX_TTL, Retention
 from paged.cache.slot_allocator import KvSlotAllocator
 from paged.cache.slot_reservation import KvSlotReservation, SequenceState
 from paged.cache.swap_space import SwapSpace
@@ -31,7 +33,7 @@ from paged.cache.tiers.host import HostTier
 from paged.cache.tiers.shelf import HostShelf
 from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError, UnsupportedError
-from paged.kernels.core.errors import as_int, shown
+from paged.kernels.core.errors import as_float, as_int, shown
 from paged.seq_id import SeqId, as_namespace, as_seq_id
 from paged.step.batch import KvSlotRequest, UnifiedBatchItem
 from paged.step.metadata import AttentionMetadata
@@ -83,6 +85,7 @@ class PagedKvCacheManager(KvInspection):
         self._cutting = [kind for kind in self._kinds if type(kind).chunk_end is not Kind.chunk_end]
         self._prefixes.set_kinds(self._kinds)
         self._sequences = LiveSequences(config, self._pool, rollback)
+        self._pins = Pins(config, self._guard, self._prefixes, self._sequences)
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._sequences)
         shelf = HostShelf(parts, 0, range(len(config.tables)), config.num_swap_blocks)
         if config.has_tier:
@@ -106,6 +109,7 @@ class PagedKvCacheManager(KvInspection):
         token_ids: Iterable[int] | None = None,
         namespace: Hashable = None,
         from_files: FileRead | None = None,
+        retention: Retention | None = None,
     ) -> KvCacheHandle:
         """Start a sequence with capacity for `num_tokens` or all `token_ids`, whichever is more.
 
@@ -119,6 +123,7 @@ class PagedKvCacheManager(KvInspection):
             namespace: prefixes are shared only within a namespace. None, a str, bytes, an int of 128 bits, or a tuple
                 or frozenset of these.
             from_files: result of `read_files` for these ids. Without it, this call waits for files.
+            retention: priority of the blocks that the sequence shares and publishes; None for the lowest.
 
         Raises:
             InvalidInputError: `request_id` is in use, an argument has the wrong type, `num_tokens` is negative, or a
@@ -139,7 +144,9 @@ class PagedKvCacheManager(KvInspection):
         with self._guard:
             seq_id = self._sequences.new_id(request_id)
             self._sequences.check_length(capacity)
-            state = SequenceState(seq_id, namespace)
+            state = SequenceState(seq_id, namespace, retention=_retention_of(retention, ids))
+            if self._sequences.pinned:
+                self._pins.expire()
             if ids is None or not self.config.enable_prefix_cache:
                 state.blocks = self._prefixes.allocate(-(-capacity // self.config.block_size))
             else:
@@ -359,6 +366,8 @@ class PagedKvCacheManager(KvInspection):
         Raises the same errors as `reserve`.
         """
         with self._guard:
+            if self._sequences.pinned:
+                self._pins.expire()
             self._slots.reserve_for(step, any_swapped=self._swap.num_sequences > 0)
 
     def share_prefix_blocks(self, source: KvCacheHandle, target: KvCacheHandle, num_blocks: int) -> None:
@@ -372,8 +381,42 @@ class PagedKvCacheManager(KvInspection):
         with self._guard:
             self._prefixes.share(self._sequences.state(source), self._sequences.state(target), num_blocks)
 
+    def pin(self, token_ids: Iterable[int], *, namespace: Hashable = None, ttl_s: float | None = None) -> PinnedPrefix:
+        """Keep the longest cached prefix of `token_ids` until its `release`, so that prompts always find it.
+
+        All pins together keep at most `max_pinned_fraction` of the pool; `clear_prefix_cache` and `forget_namespace`
+        release them. Blocks in a tier are not loaded.
+
+        Args:
+            token_ids: the prefix. Only its full blocks can be cached; with recurrent layers, or with a sliding window,
+                it ends where a prompt could begin.
+            namespace: namespace in which the prefix is cached, see `allocate`.
+            ttl_s: seconds after which the pin is released; None for no limit.
+
+        Raises:
+            InvalidInputError: no block of the prefix is cached, or an argument has the wrong type.
+            PinBudgetError: pins would keep more than `max_pinned_fraction` of the blocks or states.
+        """
+        ids, namespace = as_token_ids("token_ids", token_ids), as_namespace("namespace", namespace)
+        if ttl_s is not None:
+            ttl_s = as_float("ttl_s", ttl_s, 0.0, MAX_TTL)
+        with self._guard:
+            pin = self._pins.add(ids, namespace, ttl_s)
+            self._guard.give_up_by(pin.release)
+            return pin
+
+    def release(self, pin: PinnedPrefix) -> None:
+        """Release a pin; the same as `pin.release()`.
+
+        Raises:
+            InvalidInputError: `pin` is no pin of this manager.
+        """
+        if not isinstance(pin, PinnedPrefix) or pin._pins is not self._pins:
+            raise InvalidInputError(f"pin: {shown(pin)}, expected a PinnedPrefix of this manager")
+        self._pins.release(pin)
+
     def evict(self, num_blocks: int) -> int:
-        """Withdraw up to `num_blocks` free published blocks, least recently used first; return their number.
+        """Withdraw up to `num_blocks` free published blocks in the order of eviction; return their number.
 
         Raises:
             InvalidInputError: `num_blocks` is negative.
@@ -390,8 +433,9 @@ class PagedKvCacheManager(KvInspection):
             self.canaries.warm_up()
 
     def clear_prefix_cache(self) -> None:
-        """Withdraw every published block; blocks in use stay with their sequences."""
+        """Release all pins and withdraw every published block; blocks in use stay with their sequences."""
         with self._guard:
+            self._pins.release_all(None, in_all=True)
             self._prefixes.clear(self._sequences.states())
 
     def namespaces(self) -> tuple[Hashable, ...]:
@@ -402,12 +446,15 @@ class PagedKvCacheManager(KvInspection):
     def forget_namespace(self, namespace: Hashable) -> None:
         """Hide all blocks published in a namespace from new sequences; they are evicted as they age.
 
+        Pins of the namespace are released.
+
         Raises:
             InvalidInputError: a live sequence of the namespace holds tokens and would publish them again.
         """
         namespace = as_namespace("namespace", namespace)
         with self._guard:
             self._sequences.check_unused(namespace)
+            self._pins.release_all(namespace)
             self._prefixes.index.retire(namespace)
 
     def set_fingerprint(self, fingerprint: bytes) -> None:
@@ -542,7 +589,9 @@ class PagedKvCacheManager(KvInspection):
     def stats(self) -> CacheStats:
         """Count the cache's blocks, sequences and events."""
         with self._guard:
-            return count_stats(self.config, self._sequences, self._prefixes, self._swap, self._tensors, self._guard)
+            return count_stats(
+                self.config, self._sequences, self._pins, self._prefixes, self._swap, self._tensors, self._guard
+            )
 
     def metrics_snapshot(self) -> dict[str, Any]:
         """Return `stats()`, the pressure and histograms of sampled blocks as a dict, ready for JSON.
@@ -598,3 +647,14 @@ class PagedKvCacheManager(KvInspection):
         if available < self.config.high_watermark:
             return MemoryPressure.CRITICAL
         return MemoryPressure.HIGH if available < self.config.low_watermark else MemoryPressure.LOW
+
+
+def _retention_of(retention: Retention | None, token_ids: list[int] | None) -> Retention | None:
+    """Check the argument of `allocate`; return it with its number of tokens."""
+    if retention is None:
+        return None
+    if not isinstance(retention, Retention):
+        raise InvalidInputError(f"retention: {shown(retention)}, expected a Retention")
+    if token_ids is None:
+        return retention
+    return retention.of_prompt(len(token_ids))

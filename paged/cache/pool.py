@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Sequence, Set
 from itertools import count as count_from
-from itertools import islice
 
 from paged.cache.guard import Rollback
+from paged.cache.retention import Priorities
 from paged.errors import OutOfBlocksError, PagedError
 
 _NUM_BUCKETS = 24
@@ -52,9 +52,9 @@ class BlockPool:
     A dictionary holds the references beyond the first of each block. Nearly all blocks have one reference, so most
     calls hand out or free blocks by slicing a list.
 
-    Free blocks in `published` are called `cached`. They are handed out last, least recently used first, after a call of
-    `on_evict`, which removes them from `published` and reports them by `unpublished`. Until then `share` can revive
-    them.
+    Free blocks in `published` are called `cached`. They are handed out last, those of low priority first and the least
+    recently used of these first, after a call of `on_evict`, which removes them from `published` and reports them by
+    `unpublished`. Until then `share` can revive them.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class BlockPool:
         self._free = list(range(num_blocks, 0, -1))
         # Tick of the release of each cached block, least recently used block first.
         self.cached: OrderedDict[int, int] = OrderedDict()
+        self.priorities = Priorities(self.cached, self._rollback)
         self._ticks = count_from()
 
     @property
@@ -158,25 +159,31 @@ class BlockPool:
         cached = [block for block in freed if block in published] if published else ()
         for block, tick in zip(cached, self._ticks, strict=False):  # takes half the time of OrderedDict.update
             self.cached[block] = tick
+        if self.priorities.levels:
+            self.priorities.released(cached)
         if len(cached) < len(freed):
             self._free += [block for block in freed if block not in published] if cached else freed
         self.ages.count(self.ages.lifetimes, freed)
 
     def evict(self, count: int) -> int:
-        """Withdraw up to `count` cached blocks, least recently used first; return their number."""
+        """Withdraw up to `count` cached blocks, in the order of `Priorities.lowest`; return their number."""
         count = min(count, len(self.cached))
         if count > 0:
-            self._on_evict(list(islice(self.cached, count)))
+            self._on_evict(self.priorities.lowest(count))
         return count
 
-    def unpublished(self, blocks: Iterable[int]) -> None:
+    def unpublished(self, blocks: Collection[int]) -> None:
         """Follow the removal of `blocks` from `published`: the free blocks among them are reused first."""
         freed = list(filter(self.cached.__contains__, blocks))
         self._uncache(freed)
         self._free += freed
+        if self.priorities.levels:
+            self.priorities.forget(blocks)
 
     def _uncache(self, blocks: Sequence[int]) -> None:
         cached = self.cached
+        if self.priorities.is_used:
+            self.priorities.taken(blocks)
         self._rollback.append((_update, cached, blocks, list(map(cached.__getitem__, blocks))))
         deque(map(cached.__delitem__, blocks), maxlen=0)  # takes half the time of popitem
 
@@ -195,6 +202,7 @@ class BlockPool:
                 del cached[block]
                 if block not in free:
                     self._free.append(block)
+        self.priorities.recount()
 
     def check(self, references: Mapping[int, int]) -> None:
         """Raise PagedError unless the counts equal the references that holders of blocks report."""
@@ -213,6 +221,9 @@ class BlockPool:
                 raise PagedError(f"block {block} is free and shared")
             if block in free and (block in self.cached) != (block in self._published):
                 raise PagedError(f"block {block} is free, and either cached or published, expected both or neither")
+        problem = self.priorities.problem(self._published)
+        if problem is not None:
+            raise PagedError(problem)
 
 
 def _update(mapping: dict[int, int], keys: Sequence[int], values: Sequence[int]) -> None:

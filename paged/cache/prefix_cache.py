@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,15 @@ from paged.cache.tiers.host import HostTier
 from paged.cache.token_chain import Hash, PackedIds, TokenChain, pack, to_int32
 from paged.errors import InvalidInputError
 from paged.kernels.core.errors import shown
+
+
+class CachedPrefix(NamedTuple):
+    """A published prefix: its length, its blocks of all tables, those of the first table, and the chain of its ids."""
+
+    length: int
+    blocks: list[int]
+    firsts: list[int]
+    chain: TokenChain
 
 
 class PrefixCache:
@@ -90,18 +99,57 @@ class PrefixCache:
             if is_loaded:
                 state.num_loaded_tokens = length - num_on_device
                 self._counts.add("host_hit_tokens", state.num_loaded_tokens)
-        self.pool.share(blocks)
-        state.blocks = (*blocks, *self.allocate(fresh))
-        state.num_tokens = state.num_cached_tokens = state.num_written = length
-        chain.cut(length, length // self._block_size, self._rollback)
-        state.chain = chain
+        self._take(state, chain, length, blocks)
+        state.blocks += self.allocate(fresh)
         for kind in self.kinds:
             kind.begin(state, matched, len(token_ids))
+        self._retain(state, 0)
         if length:
             self._counts.add("prefix_hits", 1)
             self._counts.add("prefix_hit_tokens", length)
         else:
             self._counts.add("prefix_misses", 1)
+
+    def find(self, token_ids: list[int], namespace: Hashable) -> CachedPrefix:
+        """Return the longest published prefix of `token_ids` that a longer prompt could begin with."""
+        matched, chain = self.index.match(token_ids, namespace)
+        length, blocks = self._usable(matched, len(matched) * self._block_size)
+        return CachedPrefix(length, blocks, matched[: length // self._block_size], chain)
+
+    def hold(self, state: SequenceState, prefix: CachedPrefix) -> None:
+        """Give a pin a result of `find`."""
+        self._take(state, prefix.chain, prefix.length, prefix.blocks)
+        for kind in self.kinds:
+            kind.begin(state, prefix.firsts, 0)
+
+    def _take(self, state: SequenceState, chain: TokenChain, length: int, blocks: list[int]) -> None:
+        """Give a new sequence the published `blocks` of its first `length` tokens."""
+        self.pool.share(blocks)
+        state.blocks = tuple(blocks)
+        state.num_tokens = state.num_cached_tokens = state.num_written = length
+        chain.cut(length, length // self._block_size, self._rollback)
+        state.chain = chain
+
+    def _retain(self, state: SequenceState, first: int) -> None:
+        """Give a sequence's published blocks, from position `first` on, the priority that it asks for."""
+        retention = state.retention
+        if retention is None:
+            return
+        last = len(state.chain.serials)
+        if retention.num_tokens is not None:
+            last = min(last, retention.num_tokens // self._block_size)
+        firsts: list[int] = []
+        for count in range(first + 1, last + 1):
+            block = self.index.block_of(state.chain, count)
+            if block is not None:
+                firsts.append(block)
+        if not firsts:
+            return
+        blocks = self.index.rows[firsts].ravel()
+        level = retention.level
+        self.pool.priorities.raise_to(blocks[blocks != 0].tolist(), level)
+        for kind in self.kinds:
+            kind.retain(firsts, level)
 
     def _require(self, matched: list[int], longest: int, num_needed: int) -> tuple[int, list[int], int]:
         """Return the length of the prefix that a new sequence takes, its blocks, and the number of blocks to add.
@@ -201,6 +249,10 @@ class PrefixCache:
             self.tier.load(sources, targets)
             rows[missing] = targets
             self._publish_loaded(rows[:count], num_matched, chain, token_ids, namespace)
+            for source, target in zip(sources, targets, strict=True):
+                level = self.tier.blocks.pool.priorities.levels.get(source)
+                if level is not None and target in self.index.published:
+                    self.pool.priorities.raise_to([target], level)
             self.pool.release(held + targets)
             loaded = rows[:count, 0].tolist()
         for kind in self.kinds:
@@ -263,6 +315,7 @@ class PrefixCache:
         if 0 in blocks or not self.index.publish_one_each(blocks, [state.chain for state in states]):
             return False
         for state, end in zip(states, ends, strict=True):
+            self._retain(state, end - 1)
             self._report(state, end - 1)
         return True
 
@@ -281,6 +334,7 @@ class PrefixCache:
             for start in range(first * num_tables, last * num_tables, num_tables):
                 rows.append(state.blocks[start : start + num_tables])
         displaced = self.index.publish(blocks, chain, state.namespace, rows, packed)
+        self._retain(state, first)
         self._report(state, first, displaced)
 
     def _report(self, state: SequenceState, first: int, displaced: Sequence[tuple[int, Hash]] = ()) -> None:

@@ -24,8 +24,8 @@ Span = tuple[SequenceState, int, int]
 """Positions to write: sequence, first position, end."""
 
 _Need = tuple[SequenceState, list[int], list[int], int]
-"""Changes that make a span writable: sequence, indices of shared or missing blocks, indices of published blocks, number
-of blocks missing at the end."""
+"""Changes that make a span writable: sequence, indices of missing blocks and of blocks to copy, indices of published
+blocks to withdraw, number of blocks missing at the end."""
 
 
 class DecodeStep(NamedTuple):
@@ -237,6 +237,7 @@ class KvSlotAllocator:
     def _needs(self, spans: Iterable[Span]) -> list[_Need]:
         """Return the changes that make the spans writable; sequences that need none are left out."""
         shared_blocks, published = self._pool.shared, self._index.published
+        retained = self._pool.priorities.levels
         needs = []
         for state, start, end in spans:
             if start >= end:
@@ -248,8 +249,9 @@ class KvSlotAllocator:
             replaced: list[int] = []
             stale: list[int] = []
             for i in range(start // self._block_size * self._num_tables, min(last, num_blocks)):
-                # A block that is missing before `written` lies behind a window.
-                if blocks[i] in shared_blocks or (not blocks[i] and i >= written):
+                # A block that is missing before `written` lies behind a window. A block with a priority is copied, so
+                # that prompts still find it.
+                if blocks[i] in shared_blocks or blocks[i] in retained or (not blocks[i] and i >= written):
                     replaced.append(i)
                 elif blocks[i] in published:
                     stale.append(i)

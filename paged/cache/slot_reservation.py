@@ -12,6 +12,7 @@ from typing import Any
 
 from paged.cache.guard import CacheGuard, Rollback
 from paged.cache.pool import BlockPool
+from paged.cache.retention import Retention
 from paged.cache.token_chain import TokenChain, pack
 from paged.errors import InvalidInputError
 from paged.kernels.core.errors import shown
@@ -35,6 +36,7 @@ class SequenceState:
         num_written: end of the positions that `write_kv` has written without a gap after num_tokens.
         chain: known token ids and their published blocks.
         num_loaded_tokens: number of cached tokens whose K/V came from a tier.
+        retention: priority of its published blocks; None for the lowest.
         host_blocks: while swapped out, host block by index in `blocks`; `blocks` is 0 at these indices.
         row, row_blocks: the sequence's row in `BlockTables`, -1 for none, and the blocks stored in the row; None if
             they are unknown.
@@ -52,6 +54,7 @@ class SequenceState:
     reservation: KvSlotReservation | None = None
     chain: TokenChain = field(default_factory=TokenChain)
     host_blocks: dict[int, int] | None = None
+    retention: Retention | None = None
     row: int = -1
     row_blocks: tuple[int, ...] | None = ()
     parts: dict[object, Any] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from paged.cache.retention import Retention
 from paged.serving.grammar.structured import Kind
 from paged.serving.http.errors import ApiError
 
@@ -34,6 +35,10 @@ _UNUSED = re.compile(r"^unused field `(\w+)`: ")
 # Values of OpenAI's prompt_cache_options and Anthropic's context_management that have no effect.
 _IMPLICIT_CACHE: tuple[Any, ...] = ({}, {"mode": "implicit"})
 _NO_EDITS: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
+_DAY_SECONDS = 86_400.0
+# Seconds of Anthropic's cache_control by its ttl.
+_MARK_SECONDS = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Tokens = list[Token]
@@ -100,7 +105,20 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
 B = TypeVar("B", bound=Body)
 
 
-class Text(Struct, tag="text"):
+class CacheControl(Struct):
+    """Anthropic's mark for prompts that stay cached for a time, 5 minutes by default."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class CacheMarked(Struct, kw_only=True):
+    """Part of a prompt that may have a mark of Anthropic's prompt caching."""
+
+    cache_control: CacheControl | None = None
+
+
+class Text(CacheMarked, tag="text"):
     """Text part of a message's content."""
 
     text: str
@@ -167,6 +185,13 @@ class Sampling(Body):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    @property
+    def retention(self) -> Retention | None:
+        """Return how long the prompt stays cached; None for as long as the cache has memory."""
+        if getattr(self, "prompt_cache_retention", None) == "24h":
+            return Retention(ttl_s=_DAY_SECONDS)
+        return None
 
     def grammar(self) -> Grammar | None:
         """Return the required form of the answer, or None."""
@@ -263,7 +288,7 @@ class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
     moderation: Null = None
     prediction: Null = None
     prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
-    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     web_search_options: Null = None
 
 
@@ -350,7 +375,7 @@ class ResponsesBody(ConversationBody, kw_only=True):
     previous_response_id: Null = None
     prompt: Null = None
     prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
-    prompt_cache_retention: Annotated[Any, only("in_memory")] = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     stream_options: Annotated[Any, only({}, {"include_obfuscation": False})] = None
     top_logprobs: Annotated[Any, only(0)] = None
     truncation: Annotated[Any, only("disabled")] = None
@@ -361,7 +386,7 @@ class ResponsesBody(ConversationBody, kw_only=True):
         return _schema("text.format", self.text.format.type, self.text.format.schema)
 
 
-class ToolUse(Struct, tag="tool_use"):
+class ToolUse(CacheMarked, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
@@ -380,11 +405,11 @@ class UrlSource(ImageUrl, tag="url"):
     pass
 
 
-class ImageBlock(Struct, tag="image"):
+class ImageBlock(CacheMarked, tag="image"):
     source: Base64Source | UrlSource
 
 
-class ToolResult(Struct, tag="tool_result"):
+class ToolResult(CacheMarked, tag="tool_result"):
     tool_use_id: str
     content: str | list[Text | ImageBlock] | None = None
 
@@ -402,7 +427,8 @@ class MessagesMessage(Body):
     content: str | list[Text | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking]
 
 
-class MessagesTool(Function):
+class MessagesTool(CacheMarked):
+    name: FunctionName
     input_schema: dict[str, Any]
     description: str | None = None
 
@@ -452,7 +478,11 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(ConversationBody, kw_only=True):
-    """Common fields of messages and count_tokens. cache_control: no effect, because every prompt is cached."""
+    """Common fields of messages and count_tokens.
+
+    cache_control: every prompt is cached. If it, or a part of the prompt, has this mark, the whole prompt stays cached
+    for longer than prompts without marks, see `Retention`.
+    """
 
     messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
     system: str | list[Text] | None = None
@@ -460,13 +490,31 @@ class MessagesPrompt(ConversationBody, kw_only=True):
     tool_choice: MessagesChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     context_management: Annotated[Any, only(*_NO_EDITS)] = None
     mcp_servers: Annotated[Any, only([])] = None
     speed: Annotated[Any, only("standard")] = None
     user_profile_id: Null = None
     workspace_id: Null = None
+
+    @property
+    def retention(self) -> Retention | None:
+        """Return the retention of the mark with the longest time; None without marks."""
+        marks = [self.cache_control]
+        parts: list[Any] = [*(self.tools or ())]
+        for content in (self.system, *(message.content for message in self.messages)):
+            if isinstance(content, list):
+                parts += content
+        for part in parts:
+            if isinstance(part, CacheMarked):
+                marks.append(part.cache_control)
+            if isinstance(part, ToolResult) and isinstance(part.content, list):
+                marks += [inner.cache_control for inner in part.content]
+        seconds = [_MARK_SECONDS[mark.ttl] for mark in marks if mark is not None]
+        if not seconds:
+            return None
+        return Retention(ttl_s=max(seconds))
 
 
 class MessagesBody(MessagesPrompt, kw_only=True):

@@ -250,6 +250,8 @@ class Service:
         cache_salt = getattr(body, "cache_salt", None)
         if cache_salt is not None:
             options["cache_salt"] = cache_salt
+        if body.retention is not None:
+            options["retention"] = body.retention
         grammar = body.grammar()
         if grammar is not None:
             options |= {"token_mask": await self.compiled(grammar, request), "constraint": grammar.param}

@@ -18,6 +18,7 @@ def snapshot(manager: PagedKvCacheManager) -> dict[str, Any]:
         # Of the order of sequences nothing depends; one whose `free` failed is the newest.
         "handles": {handle.cache_id: (handle, _state(handle)) for handle in manager.handles()},
         "free": (list(pool._free), list(pool.cached), dict(pool._extra_references)),
+        "retained": (dict(pool.priorities.levels), list(manager._sequences.pinned)),
         "host": (list(host._free), manager._swap.num_sequences),
         "published": (dict(index._hash_of), dict(index._block_of)),
         "beside": (dict(index.locations), index.rows.tolist()),

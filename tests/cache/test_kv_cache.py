@@ -24,6 +24,7 @@ INVALID: dict[str, list[Any]] = {
     "sliding_window": [0],
     "low_watermark": [0.05, 1.1, float("nan"), True, 10**400],  # the first is below high_watermark
     "high_watermark": [-0.1, 0.4, "0.1"],
+    "max_pinned_fraction": [-0.1, 1.0, 1.1, "0.1"],
     "enable_prefix_cache": [1],
     "prefix_hash": [[]],
 }

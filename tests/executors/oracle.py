@@ -13,7 +13,8 @@ from paged.step.batch import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBat
 from paged.step.step import Step
 from tests.tolerance import assert_close
 
-_OF_THE_CACHE = ("num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "dtype", "groups", "host_cache_bytes")
+_OF_THE_CACHE = """num_blocks block_size max_seq_len num_swap_blocks dtype groups host_cache_bytes
+    max_pinned_fraction""".split()
 
 
 class EchoExecutor(PagedAttentionExecutor):

@@ -13,7 +13,7 @@ from tests.fuzz.values import VALUES, value
 
 SIZES = ("num_layers", "num_kv_heads", "head_dim", "block_size", "num_blocks", "num_swap_blocks", "host_cache_bytes")
 LIMITS = ("max_seq_len", "sliding_window")
-OTHERS = ("low_watermark", "high_watermark", "enable_prefix_cache", "prefix_hash", "dtype", "device")
+OTHERS = "low_watermark high_watermark max_pinned_fraction enable_prefix_cache prefix_hash dtype device".split()
 OF_MODELS = (
     *("device", "dtype", "num_blocks", "block_size", "max_seq_len", "num_swap_blocks", "enable_prefix_cache"),
     *("kv_cache_dtype", "max_loras", "max_lora_rank", "cuda_graphs", "host_cache_bytes"),
@@ -31,6 +31,7 @@ def test_cache_config(case: dict[str, str]) -> None:
     assert {type(getattr(config, name)) for name in SIZES} == {int}
     assert {type(getattr(config, name)) for name in LIMITS} <= {int, type(None)}
     assert 0 <= config.high_watermark <= config.low_watermark <= 1
+    assert 0 <= config.num_pinned_blocks < config.num_blocks
     assert type(config.enable_prefix_cache) is bool
     if max(getattr(config, name) for name in SIZES if name != "num_kv_heads") < 2000:
         try:

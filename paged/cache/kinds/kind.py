@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paged.cache.kv_cache import PagedKvCacheConfig
     from paged.cache.pool import BlockPool
     from paged.cache.prefix_index import PrefixIndex
+    from paged.cache.retention import Level
     from paged.cache.slot_reservation import SequenceState
     from paged.cache.tensors import KvCacheTensors
     from paged.cache.token_chain import Hash
@@ -173,6 +174,9 @@ class Kind:
     def fetch(self, match: Match, count: int) -> bool:
         """Load from a tier what a hit of `count` positions needs besides blocks; False if that is impossible."""
         return True
+
+    def retain(self, blocks: Sequence[int], level: Level) -> None:
+        """Give what hits behind blocks of the first table need the priority of the blocks."""
 
     def enter(self, blocks: Sequence[int]) -> None:
         """Keep what `fetch` has loaded for the positions of these blocks of the first table, and drop the rest."""

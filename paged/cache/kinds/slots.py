@@ -17,6 +17,7 @@ from paged.errors import PagedError
 
 if TYPE_CHECKING:
     from paged.cache.kinds.kind import CacheParts
+    from paged.cache.retention import Level
     from paged.cache.slot_reservation import SequenceState
 
 
@@ -153,7 +154,17 @@ class SlotKind(Kind):
             if kept is not None and hash_ is not None:
                 entry = HostEntry(hash_, self.columns.start, self._index.ids_of(block), self.numbers_of(kept))
                 contents.append((kept.slot, entry))
-        self.shelf.store(reversed(contents))  # the first positions first; the pool evicts in the opposite order
+        contents.reverse()  # the first positions first; the pool evicts in the opposite order
+        self.shelf.store(contents, self.slots.priorities)
+
+    def slots_of_hit(self, blocks: Sequence[int]) -> set[int]:
+        """Return the kept slots that a hit needs. blocks: its positions' blocks of the first table."""
+        needed = blocks if self.needs_all else blocks[-1:]
+        return {self.kept[block].slot for block in needed}
+
+    def retain(self, blocks: Sequence[int], level: Level) -> None:
+        """Give the slots kept behind blocks the priority of the blocks."""
+        self.slots.priorities.raise_to([self.kept[block].slot for block in blocks if block in self.kept], level)
 
     def withdrawn(self, blocks: Iterable[int]) -> None:
         """Drop the slots kept behind blocks that are no longer published."""
@@ -165,6 +176,9 @@ class SlotKind(Kind):
         self._rollback.append((self.kept.pop, block, None))
         self.kept[block] = kept
         self._blocks_of.setdefault(kept.slot, []).append(block)
+        level = self._pool.priorities.levels.get(block)
+        if level is not None:
+            self.slots.priorities.raise_to([kept.slot], level)
 
     def _drop(self, blocks: Iterable[int]) -> None:
         emptied = []

@@ -390,13 +390,17 @@ class States(SlotKind):
             is_kept = self._positions(state, position - 1, position)
             if is_kept and self.keep_slot(state, KeptSlot(slot, position)):
                 before = self._index.block_of(state.chain, rolling // size)
-                if before is not None:
+                if before is not None and not self._is_held(before):
                     self.withdrawn([before])
                 interval = self.spec.snapshot_interval
                 is_rolling = position >= marks.prompt_len and (interval is None or position % interval != 0)
                 rolling = position if is_rolling else 0
             marks = Marks(marks.prompt_len, marks.junction, position, rolling)
             self.put(state, SequenceSlots(slot, record.host_slot, marks))
+
+    def _is_held(self, block: int) -> bool:
+        """Return whether a sequence or a pin holds the slot that is kept behind a block."""
+        return block in self.kept and self.kept[block].slot not in self.slots.cached
 
     def numbers_of(self, kept: KeptSlot) -> tuple[int, ...]:
         """Return the numbers of `header`."""

@@ -35,7 +35,7 @@ class HostTier:
         self._config, self._tensors, self._index = config, parts.tensors, parts.index
         self._block_size = config.block_size
         self._num_tables, self._num_whole = len(config.tables), config.num_whole
-        self._counts = parts.guard.counts
+        self._counts, self._priorities = parts.guard.counts, parts.pool.priorities
 
     def attach(self, store: BlockStore, fingerprint: bytes) -> None:
         """Also write the blocks to `store`, and look there for blocks of the weights with this fingerprint."""
@@ -71,7 +71,7 @@ class HostTier:
             hash_ = self._index.hash_of(first)
             assert hash_ is not None
             contents.append((block, HostEntry(hash_, column, self._index.ids_of(first))))
-        num_stored, num_dropped = self.blocks.store(contents)
+        num_stored, num_dropped = self.blocks.store(contents, self._priorities)
         self._counts.add("host_stored_blocks", num_stored)
         self._counts.add("host_dropped_blocks", num_dropped)
 

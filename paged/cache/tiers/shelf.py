@@ -12,6 +12,7 @@ from paged.cache.tiers.host_events import HostBlockRemoved, HostBlockStored, Hos
 
 if TYPE_CHECKING:
     from paged.cache.kinds.kind import CacheParts
+    from paged.cache.retention import Priorities
     from paged.cache.token_chain import Hash
 
 NO_NUMBERS = struct.Struct("")
@@ -111,11 +112,11 @@ class HostShelf:
         """Return the block of an entry; 0 if there is none."""
         return self._blocks.get((hash_, column), 0)
 
-    def store(self, contents: Iterable[tuple[int, HostEntry]]) -> tuple[int, int]:
+    def store(self, contents: Sequence[tuple[int, HostEntry]], priorities: Priorities) -> tuple[int, int]:
         """Copy device blocks to the host unless it has their content.
 
         contents: device block and entry. The first ones are stored first, so that the last are dropped if memory is
-        short.
+        short. priorities: those of the device blocks, which the entries get.
 
         Returns:
             How many blocks were copied, and for how many there was no memory.
@@ -138,6 +139,11 @@ class HostShelf:
             self._enter(hosts, entries[:num_stored])
             if self.on_stored is not None:
                 self.on_stored(hosts)
+        if priorities.levels:
+            for block, entry in contents:
+                level, host = priorities.levels.get(block), self.find(entry.hash, entry.column)
+                if level is not None and host:
+                    self.pool.priorities.raise_to([host], level)
         return num_stored, len(blocks) - num_stored
 
     def keep(self, read: Sequence[tuple[Place, StoredBlock]]) -> list[tuple[int, int, int]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import paged.cache.manager
-from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, UnifiedBatchItem
+from paged import CacheGroup, KvSlotRequest, PagedKvCacheManager, Retention, UnifiedBatchItem
 from paged.step.batch_step import step_of
 from tests.cache.prefix_cache import Cache
 from tests.cache.snapshot import snapshot
@@ -28,7 +28,8 @@ OURS = {CACHE.parent, CACHE, CACHE / "kinds"}
 def busy_cache(device: torch.device, groups: list[CacheGroup] | None) -> Cache:
     """Sequences of every kind, blocks that are shared, cached and free, and tables whose rows are all taken."""
     num_tables = 1 if groups is None else len(groups)
-    cache = Cache(device=device, num_blocks=16 * num_tables, num_swap_blocks=8 * num_tables, groups=groups)
+    sizes = {"num_blocks": 16 * num_tables, "num_swap_blocks": 8 * num_tables, "max_pinned_fraction": 0.3}
+    cache = Cache(device=device, groups=groups, **sizes)
     cache.run("a", range(9))
     cache.run("b", [*range(8), 20, 21])
     cache.fork(cache.manager.get_handle("a"), "fork")
@@ -86,6 +87,11 @@ CASES: dict[str, Case] = {
     "allocate room": _call("allocate", "new", 20),
     "allocate a hit": _call("allocate", "new", token_ids=[*range(60, 69), *range(12)], namespace="gone"),
     "allocate a miss": _call("allocate", "new", token_ids=range(200, 220), namespace="new"),
+    "allocate retained": _call(
+        "allocate", "new", token_ids=[*range(60, 69), *range(12)], namespace="gone", retention=Retention()
+    ),
+    "pin": _call("pin", range(60, 69), namespace="gone"),
+    "release": lambda m: m.pin(range(60, 69), namespace="gone").release,
     "extend": _call("extend", "b", 3),
     "extend a copy": _call("extend", "fork", 3),
     "extend and evict": _call("extend", "fork", 9),
@@ -116,7 +122,7 @@ CASES: dict[str, Case] = {
     "forward": lambda m: partial(_forward, m),
 }
 # What they make is given up where they fail late.
-MAKING = ("allocate", "fork", "reserve")
+MAKING = ("allocate", "fork", "pin", "reserve")
 # Evicted blocks that may have been written to stay evicted, and those that a forward took before it failed.
 EVICTING = {"extend and evict", "forward"}
 # Each with one group of layers or two, in turns.

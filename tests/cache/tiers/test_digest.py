@@ -153,6 +153,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cache_folder": {},
     "cache_folder_bytes": {"cache_folder_bytes": 1 << 20},
     "enable_prefix_cache": {},
+    "max_pinned_fraction": {"max_pinned_fraction": 0.5},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},
     "max_loras": {"max_loras": 2},
     "max_lora_rank": {"max_lora_rank": 8},

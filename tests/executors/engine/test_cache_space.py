@@ -16,6 +16,7 @@ from paged import (
     LlmExecutor,
     PromptEmbeds,
     RequestOutput,
+    Retention,
     SamplingParams,
 )
 from paged.executors.engine.cache_space import BlockSpace
@@ -159,6 +160,31 @@ def test_adapters_and_salts_part_prefixes(
         cached.append(output.num_cached_tokens)
     assert cached == expected
     assert seen == [one.get("adapter") or one.get("metadata", {}).get("lora_adapter") for one in options]
+
+
+def test_kept_prefixes_of_requests(device: torch.device) -> None:
+    """By a priority or a pin they outlive other prompts; a salt's prefixes are forgotten together, its pins too."""
+    engine = Engine(make_executor(device, num_blocks=16, max_pinned_fraction=0.3))
+    one_token = replace(TEN, max_tokens=1)
+
+    def cached(first: int, **options: Any) -> int:
+        output = engine.add_request([first] * 20, one_token, **options)
+        run_to_end(engine)
+        return output.num_cached_tokens
+
+    cached(1, retention=Retention(num_tokens=16), cache_salt="a")
+    cached(2, cache_salt="a")
+    pin = engine.pin_prefix([2] * 20, cache_salt="a")
+    assert (engine.status().retained_blocks, engine.status().pinned_blocks) == (2, 2)
+    for first in range(3, 13):
+        cached(first)
+    assert [cached(first, cache_salt="a") for first in (1, 2)] == [16, 16]
+    engine.forget_prefixes("a")
+    assert [cached(first, cache_salt="a") for first in (1, 2)] == [0, 0]
+    assert not pin.is_held
+    with pytest.raises(InvalidInputError, match="retention: 3, expected a Retention"):
+        engine.add_request([1], one_token, retention=3)  # type: ignore[arg-type]
+    check_empty(engine)
 
 
 def random_engine(draw: random.Random, device: torch.device) -> Engine:

@@ -50,6 +50,7 @@ def test_block_size_of_the_device(llama_folder: Path, monkeypatch: pytest.Monkey
         ("block_size", ["16", 16.0, 0, True, {}, 2**40]),
         ("max_seq_len", ["12", 1.5, 0, -1, True, 129, {}]),
         ("num_swap_blocks", ["0", 0.0, -1, None, False]),
+        ("max_pinned_fraction", ["0.5", -0.1, 1.5, None]),
         ("enable_prefix_cache", ["yes", 1, 0, None, []]),
         ("max_loras", ["8", 8.0, 0, None, True]),
         ("max_lora_rank", ["8", 8.0, 0, None, True]),

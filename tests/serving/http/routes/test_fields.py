@@ -54,7 +54,7 @@ PENALTIES: dict[str, Values] = {
 CACHE: dict[str, Values] = {
     "moderation": ([], [], [{"model": "a"}]),
     "prompt_cache_options": ([{}, {"mode": "implicit"}], [], [{"mode": "explicit"}]),
-    "prompt_cache_retention": (["in_memory"], [], ["24h"]),
+    "prompt_cache_retention": (["in_memory"], ["24h"], ["1h"]),
 }
 CHAT: dict[str, Values] = {
     **WITHOUT_EFFECT,
@@ -128,7 +128,7 @@ EMBEDDINGS: dict[str, Values] = {
     "user": WITHOUT_EFFECT["user"],
 }
 PROMPT_OF_MESSAGES: dict[str, Values] = {
-    "cache_control": ([EPHEMERAL], [], ["a"]),
+    "cache_control": ([], [EPHEMERAL, EPHEMERAL | {"ttl": "1h"}], ["a", EPHEMERAL | {"ttl": "2h"}]),
     "model": SAMPLING["model"],
     "output_config": ([{}, {"effort": None, "format": None}, {"effort": "high"}], [], [{"effort": "max"}, {"a": 1}]),
     "speed": (["standard"], [], ["fast"]),
@@ -294,6 +294,25 @@ def test_requests_of_claude_code(served: Served) -> None:
         assert "message_stop" in events
     counted = {name: body[name] for name in ("model", "system", "messages", "tools")}
     assert ask(served, "/v1/messages/count_tokens?beta=true", counted | {"thinking": thinking})[0] == 200
+
+
+def test_prompts_that_are_to_stay_cached_have_a_priority(served: Served) -> None:
+    """Those of OpenAI's clients by an argument, those of Anthropic's by a mark anywhere in the prompt."""
+    manager = served.engine.executor.kv_manager
+    long = "otter: brass lantern; " * 8
+    cached = {"cache_control": EPHEMERAL | {"ttl": "1h"}}
+    bodies: dict[str, list[dict[str, Any]]] = {
+        "/v1/chat/completions": [{"prompt_cache_retention": "24h", "messages": [{"role": "user", "content": long}]}],
+        "/v1/messages": [
+            {"system": [{"type": "text", "text": long, **cached}], "messages": MESSAGES},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": long, **cached}]}]},
+        ],
+    }
+    for path, each in bodies.items():
+        for body in each:
+            manager.clear_prefix_cache()
+            assert ask(served, path, {"max_tokens": 4} | body)[0] == 200
+            assert manager.stats().retained_blocks > 0, (path, body)
 
 
 QWEN = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ message.thinking }}"
