@@ -14,6 +14,7 @@ from paged.errors import InvalidInputError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.models.layers.compressed_cache import compressed_groups, largest_pool
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
@@ -40,10 +41,15 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     The index keys of layer i form a further layer of the cache, with index num_layers + i. If an indexer pools tokens,
     the further layer has its tokens' rows, and the pools' keys lie beside the keys or latents of all layers of a group.
     The rows that the MLP of a layer with `shifts_mlp` keeps form such a further layer too. Layers with n-grams have two
-    more: index 2 * num_layers + i for rows of the convolution, and 3 * num_layers + i for token ids.
+    more: index 2 * num_layers + i for rows of the convolution, and 3 * num_layers + i for token ids. Compressed
+    entries, and rows of open pools, are further layers as in `compressed_groups`.
 
     fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys.
     """
+    if config.attention[0].compressed is not None:
+        dtype = fields.get("dtype") or torch.get_default_dtype()
+        fields["groups"] = compressed_groups(config.attention, dtype)
+        return PagedKvCacheConfig(3 * config.num_layers, config.num_kv_heads, config.head_dim, **fields)
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None and config.attends[index]:
@@ -130,7 +136,10 @@ def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype:
     """Raise InvalidInputError unless a model in `dtype` can have a cache of `kv_cache_dtype`."""
     allowed = [dtype, *KV_KINDS]
     note = ""
-    if any(layer.latent is not None for layer in config.attention):
+    if any(layer.compressed is not None for layer in config.attention):
+        allowed = [dtype]
+        note = " for compressed entries"
+    elif any(layer.latent is not None for layer in config.attention):
         allowed[1:] = [torch.float8_e4m3fn]
         note = " for latents"
     elif any(layer.indexer is not None for layer in config.attention):
@@ -139,6 +148,26 @@ def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype:
     if kv_cache_dtype not in allowed:
         expected = " or ".join(map(str, allowed))
         raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}{note}")
+
+
+def chosen_block_size(config: DecoderConfig, block_size: int | None, device: torch.device) -> int:
+    """Return the tokens of a block: `block_size`, or if that is None the device's default or the longest pool.
+
+    Raises:
+        InvalidInputError: blocks of block_size do not consist of whole pools.
+    """
+    pool = largest_pool(config.attention)
+    if block_size is None:
+        return in_whole_pools(config, default_block_size(device_of(device).arch))
+    if block_size % pool:
+        raise InvalidInputError(f"block_size: {block_size}, expected a multiple of {pool}, the tokens of an entry")
+    return block_size
+
+
+def in_whole_pools(config: DecoderConfig, block_size: int) -> int:
+    """Return the smallest number of tokens from `block_size` on that consists of whole pools."""
+    pool = largest_pool(config.attention)
+    return -(-block_size // pool) * pool
 
 
 def sized_cache_config(
@@ -156,7 +185,7 @@ def sized_cache_config(
     device = load_options.device
     cache = cache_config(
         config,
-        block_size=load_options.block_size or default_block_size(device_of(device).arch),
+        block_size=chosen_block_size(config, load_options.block_size, device),
         enable_prefix_cache=load_options.enable_prefix_cache,
         dtype=kv_cache_dtype,
         device=device,

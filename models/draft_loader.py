@@ -14,6 +14,7 @@ from paged.models.families.defaults import DEFAULTS
 from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
 from paged.models.families.llama import Llama
 from paged.models.families.network import Network, set_dtype
+from paged.models.families.streams_draft_head import StreamsDraftHead
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
@@ -87,7 +88,7 @@ def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredT
         raise CheckpointError(f"{prefix}{names.projection}: {folder} has no multi-token head; use it without a draft")
     config = replace(
         config,
-        attention=(*config.attention, config.attention[-1]),
+        attention=(*config.attention, config.mtp_attention or config.attention[-1]),
         moe=(*config.moe, config.moe[-1]),
         recurrent=(*config.recurrent, None),
         attends=(*config.attends, True),
@@ -98,7 +99,10 @@ def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredT
     for name, tensor in stored.items():
         as_layer[name.replace(layer_of_head, last_layer)] = tensor
     config = with_stored_layout(config, as_layer)
-    head = MultiTokenHead(target, config, names)
+    if config.streams is None:
+        head: DraftHead = MultiTokenHead(target, config, names)
+    else:
+        head = StreamsDraftHead(target, config, names)
     _share_copies(head, stored, f"{prefix}{names.embedding}.weight", f"{prefix}{names.lm_head}.weight")
     return head, stored
 

@@ -24,6 +24,7 @@ from paged.models.families.axk2 import AXK2
 from paged.models.families.cohere import COHERE
 from paged.models.families.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.deepseek import DEEPSEEK, DEEPSEEK_PARTS
+from paged.models.families.deepseek_v4 import DeepseekV4
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
@@ -79,6 +80,7 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **MINIMAX,
     **QWEN4,
     **RWKV,
+    "DeepseekV4ForCausalLM": DeepseekV4,
     "Gemma4ForCausalLM": Gemma4,
 }
 
@@ -90,6 +92,12 @@ ALIASES = {
     "MiMoForCausalLM": "Qwen2ForCausalLM",
     "MiMoV2ForCausalLM": "MiMoV2FlashForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+
+# Architecture that is known, but not supported -> the reason. transformers' own module is not tried either.
+_LACKING = {
+    "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has pools of 1 and 2 tokens, layers that read another layer's entries and "
+    "choice, a choice in two levels, and tables of n-grams; supported is DeepSeek-V4",
 }
 
 # model_type -> family that is only the text part of multimodal models.
@@ -366,6 +374,9 @@ def known_architectures() -> tuple[str, ...]:
 
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Network]:
     known_types = {family.model_type for family in ARCHITECTURES.values()}
+    for name in names:
+        if name in _LACKING:
+            raise UnsupportedError(f"{hf.source}: {_LACKING[name]}")
     full_names = [ALIASES.get(name, name) for name in names]
     known_names = [name for name in full_names if name in ARCHITECTURES]
     if not known_names:

@@ -42,12 +42,7 @@ def route_tokens(
     """
     logits = router_logits.to(compute)  # [num_tokens, num_experts]
     num_tokens, num_experts = logits.shape
-    if scoring == "softmax":
-        scores = logits.softmax(-1)
-    elif scoring == "sigmoid":
-        scores = logits.sigmoid()
-    else:
-        scores = sqrt_softplus(logits)
+    scores = expert_scores(logits, scoring)
     # Without a bias, order by logits: scores of unequal logits may round to the same number.
     choice = logits
     if correction_bias is not None:
@@ -72,8 +67,12 @@ def route_tokens(
     return weights.masked_fill(is_unroutable, torch.nan), ids.int().masked_fill(is_unroutable, -1)
 
 
-def sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """Return sqrt(log(1 + exp(x))) of each logit (DeepSeek-V4, 2026)."""
+def expert_scores(logits: torch.Tensor, scoring: str) -> torch.Tensor:
+    """Return the scores [num_tokens, num_experts]; scoring: as in `route_tokens`."""
+    if scoring == "softmax":
+        return logits.softmax(-1)
+    if scoring == "sigmoid":
+        return logits.sigmoid()
     return functional.softplus(logits, threshold=40).sqrt()
 
 

@@ -35,6 +35,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "deepseek_v2": (102_400, 4096, 11_008, 32, 32, None, None, 2048, 1e-6, 1e4),
     "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 128, None, 4096, 1e-6, 1e4),
     "deepseek_v32": (129_280, 7168, 18_432, 61, 128, 128, None, 163_840, 1e-6, 1e4),
+    "deepseek_v4": (129_280, 4096, None, 43, 64, 1, 512, 1_048_576, 1e-6, 1e4),
     "dots1": (152_064, 4608, 10_944, 62, 32, 32, None, 2048, 1e-6, 1e4),
     "ernie4_5": (103_424, 1024, 3072, 18, 16, 2, 128, 131_072, 1e-5, 5e5),
     "ernie4_5_moe": (103_424, 2560, 12_288, 28, 20, 4, None, 131_072, 1e-5, 5e5),
@@ -201,6 +202,13 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     },
     "deepseek_v3": {**_DEEPSEEK_V3, "num_mtp_layers": 1},
     "deepseek_v32": {**_DEEPSEEK_V3, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    "deepseek_v4": {
+        "moe_intermediate_size": 2048, "q_lora_rank": 1024, "num_experts_per_tok": 6, "n_routed_experts": 256,
+        "n_shared_experts": 1, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+        "compress_rope_theta": 160_000.0, "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "swiglu_limit": 10.0,
+        "sliding_window": 128, "o_groups": 8, "o_lora_rank": 1024, "index_n_heads": 64, "index_head_dim": 128,
+        "index_topk": 512, "num_nextn_predict_layers": 1, "num_hash_layers": 3,
+    },
     "dots1": {
         **_GROUPS, "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "sliding_window": 4096,
         "max_window_layers": 62,

@@ -52,6 +52,7 @@ class HeadNames:
 # model_type of the target -> the head's tensor names. GLM has the names of DeepSeek-V3 (2024).
 MULTI_TOKEN_HEADS: Mapping[str, HeadNames] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), HeadNames("model.layers.{}")),
+    "deepseek_v4": HeadNames("mtp.0", norm="norm", embedding="emb.tok_emb", lm_head="head"),
     "mimo": HeadNames(
         "model.mtp_layers.0",
         token_norm="token_layernorm",

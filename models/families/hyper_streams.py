@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paged.models.families.network import DecoderLayer
+from paged.models.families.network import DecoderLayer, rows_of
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm
 from paged.models.layers.hyper_connection import GatedMix, GatedResidual, HyperConnection, StreamsHead
@@ -35,10 +35,13 @@ class StreamsLayer(DecoderLayer):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
+        token_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer as `DecoderLayer.forward`; residual: the streams, or None in the first layer.
 
         The returned hidden states are part of the streams already.
+
+        token_ids: [T], if they choose the layer's experts.
         """
         streams = residual
         if streams is None:
@@ -56,7 +59,11 @@ class StreamsLayer(DecoderLayer):
 
         # The MLP, or experts.
         mixed = self.mlp_streams(streams)
-        hidden = getattr(self, self.mlp_name)(_normed(self.before_mlp, mixed.x), lora)
+        ffn, normed = getattr(self, self.mlp_name), _normed(self.before_mlp, mixed.x)
+        if token_ids is None:
+            hidden = ffn(normed, lora)
+        else:
+            hidden = ffn(normed, lora, token_ids=rows_of(token_ids, outputs))
         if self.ranks.size > 1:
             hidden = self.ranks.sum(hidden)
         return hidden, mixed.join(hidden, streams)
@@ -64,6 +71,12 @@ class StreamsLayer(DecoderLayer):
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the streams before the first layer, which are all the embedded tokens."""
         return hidden[:, None].expand(-1, self.num_streams, -1)
+
+    @staticmethod
+    def stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of all streams, which contain `hidden` already."""
+        assert residual is not None
+        return residual.clone()
 
     def destinations(self, prefix: str) -> Destinations:
         streams = self.attention_streams.destinations(prefix) | self.mlp_streams.destinations(prefix)

@@ -20,6 +20,8 @@ from paged.kernels.cpu.products import pack
 from paged.kernels.layers.linear import linear
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
 from paged.models.layers.attention_options import WidthNorm
+from paged.models.layers.compressed_attention import CompressedAttention, Pool
+from paged.models.layers.compressed_cache import entry_areas, row_layer
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
@@ -86,7 +88,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.residual_scale, self.mlp_name = config.residual_scale, config.mlp_name
         self.recurrent_name = config.recurrent_name
-        self.self_attn: Attention | LatentAttention | None = None
+        self.self_attn: Attention | CompressedAttention | LatentAttention | None = None
         if config.attends[index]:
             self.self_attn = self._attention(config, index)
         self.linear_attn: RecurrentLayer | None = None
@@ -115,10 +117,12 @@ class DecoderLayer(nn.Module):
                 norm = stream_norm(config)
             setattr(self, attribute, norm)
 
-    def _attention(self, config: DecoderConfig, index: int) -> Attention | LatentAttention:
+    def _attention(self, config: DecoderConfig, index: int) -> Attention | CompressedAttention | LatentAttention:
         layer = config.attention[index]
         if layer.latent is not None:
             return self.latent_class(config, index)
+        if layer.compressed is not None:
+            return CompressedAttention(config, index)
         if layer.shares_kv_with is not None:
             return SharedKvAttention(config, index)
         return self.attention_class(config, index)
@@ -211,6 +215,11 @@ class DecoderLayer(nn.Module):
         if attention.indexer is not None:
             return False
         return all(module.has_invariant_rows for module in self.modules() if isinstance(module, Linear))
+
+    @staticmethod
+    def stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return a copy of the residual stream, from what `forward` takes and returns."""
+        return hidden.clone() if residual is None else hidden + residual
 
     def set_states(self, kv_manager: PagedKvCacheManager, index: int, num_layers: int) -> None:
         """Give the recurrent part its slots in the cache. index: of the layer among num_layers."""
@@ -327,13 +336,25 @@ class Network(nn.Module):
         rotations = self.rotations()
         tables = {rotation: self.rotary_table(*rotation, max_seq_len) for rotation in set(rotations)}
         held = HeldCaches()
+        all_attention = [*config.attention]
+        if self.draft_head is not None:
+            all_attention.append(self.draft_head.attention)
+        areas = entry_areas(all_attention, kv_manager.config.dtype or torch.get_default_dtype())
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
             layer.set_states(kv_manager, index, len(layers))
             if layer.self_attn is None:
                 continue
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
-            indexer = layer.self_attn.indexer
+            attention = layer.self_attn
+            if isinstance(attention, CompressedAttention):
+                if index in areas:
+                    area, rows = areas[index], row_layer(all_attention, index)
+                    entries = area.entries(held.of(kv_manager.k_cache(area.layer)), attention.sizes.pool_size)
+                    row_cache = held.of(kv_manager.k_cache(rows))
+                    attention.set_pools(entries, kv_manager.table_of(area.layer), row_cache, kv_manager.table_of(rows))
+                continue
+            indexer = attention.indexer
             if indexer is not None:
                 key_layer = len(layers) + index  # cache of the indexer's keys or rows, see `cache_config`
                 keys, table = held.of(kv_manager.k_cache(key_layer)), kv_manager.table_of(key_layer)
@@ -366,7 +387,7 @@ class Network(nn.Module):
             if isinstance(module, (LearnedRotation, PackedWeights, SparseMoe)):
                 module.derive_from_weights()
         for module in self.modules():
-            if isinstance(module, LatentAttention):
+            if isinstance(module, CompressedAttention | LatentAttention):
                 module.derive_from_weights(self.embed_tokens.dtype)
         if self._packed_embedding is not None:
             self._pack_embedding()
@@ -488,13 +509,13 @@ class Network(nn.Module):
         last = len(self.layers) - 1
         for index, (layer, layer_input) in enumerate(zip(self.layers, inputs, strict=True)):
             if boundaries is not None and index in taps:
-                boundaries[index] = _stream(hidden, residual)
+                boundaries[index] = layer.stream(hidden, residual)
             output_rows = outputs if index == last else None
             hidden, residual = layer(hidden, residual, positions, metadata, output_rows, *layer_input)
             if embeds is not None:
                 embeds.add_deepstack(hidden, index)
         if boundaries is not None and len(self.layers) in taps:
-            boundaries[len(self.layers)] = _stream(hidden, residual)
+            boundaries[len(self.layers)] = self.layers[last].stream(hidden, residual)
         normed: torch.Tensor = self.norm(hidden, residual)[0]
         return normed
 
@@ -560,7 +581,7 @@ def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except norms and routers, which stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, (LearnedRotation, RecurrentLayer, SparseMoe, StreamWeights)):
+        if isinstance(module, (CompressedAttention, LearnedRotation, Pool, RecurrentLayer, SparseMoe, StreamWeights)):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.is_zero_centred:
             module.float()
@@ -599,11 +620,6 @@ def family(
 
     Family.model_type, Family.renames, Family.layer_class = model_type, renames, layer_class
     return Family
-
-
-def _stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    """Return a copy of the residual stream."""
-    return hidden.clone() if residual is None else hidden + residual
 
 
 def _pack(module: Linear | SparseMoe, dtype: torch.dtype) -> None:

@@ -166,6 +166,48 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompressedConfig:
+    """Sizes of attention to a window and to compressed entries, see `CompressedAttention`.
+
+    Attributes:
+        q_rank: size of the queries' latent.
+        rope_dim: elements at the end of a head that rotate.
+        pool_size: positions of an entry; 0 for a layer with a window alone.
+        index: the indexer, which chooses the entries of a query; None for attention to all entries. An entry of a layer
+            with an indexer also depends on the positions of the pool before.
+        num_groups, group_rank: groups of heads, and size of a group's output before the last projection.
+    """
+
+    q_rank: int
+    rope_dim: int
+    pool_size: int
+    index: IndexConfig | None
+    num_groups: int
+    group_rank: int
+
+    def entry_share(self, head_dim: int, dtype: torch.dtype) -> int:
+        """Return the elements of a position's share of an entry and of its index key, in a cache of `dtype`."""
+        entry = head_dim
+        if self.index is not None:
+            entry += self.index.key_size(dtype)
+        return -(-entry // self.pool_size)
+
+    def row_size(self, head_dim: int, dtype: torch.dtype) -> int:
+        """Return the elements of a token's values and gates in a cache of `dtype`; they are float32."""
+        size = 2 * head_dim
+        if self.index is not None:
+            size = 2 * (size + 2 * self.index.head_dim)
+        return size * 4 // dtype.itemsize
+
+    @property
+    def row_window(self) -> int:
+        """Number of rows that the next token needs, its own included. Its block has the rows of its pool anyway."""
+        if self.index is not None:
+            return 2 * self.pool_size
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention of one layer: grouped queries over a KV cache.
 
@@ -198,6 +240,8 @@ class AttentionConfig:
         head_gate_size: elements of a head's gate: 1, or as many as its output has.
         block_index: the layer's indexer, which chooses the blocks of positions of a query and KV head; None for no
             indexer, as in latent attention, see `LatentConfig`.
+        compressed: sizes of attention to a window and to compressed entries, whose cache has one head: key and value
+            are the same row. None for other attention.
     """
 
     num_heads: int
@@ -225,6 +269,7 @@ class AttentionConfig:
     head_gate: str | None = None
     head_gate_size: int = 1
     block_index: BlockIndexConfig | None = None
+    compressed: CompressedConfig | None = None
 
     @property
     def indexer(self) -> IndexConfig | BlockIndexConfig | None:
@@ -236,7 +281,8 @@ class AttentionConfig:
     @property
     def cache_kind(self) -> tuple[int, int, int, int | None, bool]:
         """Properties that all layers of a cache group share, in the order of CacheGroup's fields."""
-        return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window, self.latent is not None
+        has_one_row = self.latent is not None or self.compressed is not None
+        return self.num_kv_heads, self.head_dim, self.v_head_dim, self.window, has_one_row
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -248,6 +294,8 @@ class AttentionConfig:
     @property
     def rotated_dim(self) -> int:
         """Dimensions of a head that `rope` covers."""
+        if self.compressed is not None:
+            return self.compressed.rope_dim
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
 
@@ -288,6 +336,8 @@ class MoeConfig:
         activation: activation of the experts; None for the decoder's, which the shared MLP has.
         renormalize, scoring, num_expert_groups, topk_groups, routed_scaling_factor: as in `route_tokens`.
         mixer_margin: margin of `choose_by_mixer`, which then chooses experts; None for `route_tokens`.
+        token_table: name in a checkpoint of a table with the top_k experts of each token id; None for experts by score.
+            Their weights are by score either way.
         sums_two_best: whether a group's score is the sum of its two best experts' scores even without a correction
             bias.
         correction_bias: name of the correction bias in a checkpoint; None for no such bias.
@@ -316,6 +366,7 @@ class MoeConfig:
     topk_groups: int = 1
     routed_scaling_factor: float = 1.0
     mixer_margin: float | None = None
+    token_table: str | None = None
     sums_two_best: bool = False
     latent_size: int | None = None
     latent_eps: float | None = None
@@ -378,6 +429,7 @@ class DecoderConfig:
         dtype: dtype of the weights as published.
         quantization: format of packed weights; None for plain weights.
         num_mtp_layers: extra layers at the end that predict tokens further ahead; they are not loaded.
+        mtp_attention: attention of the extra layers; None for that of the last layer.
         layer_input_size: size of a token's separate input to each layer; 0 for no such input.
         layer_input_vocab_size: rows of the embedding of the separate input.
         placeholder_ids: token ids whose embeddings an image, audio or video replaces. A step without media embeds them
@@ -415,6 +467,7 @@ class DecoderConfig:
     dtype: torch.dtype
     quantization: Quantization | None
     num_mtp_layers: int = 0
+    mtp_attention: AttentionConfig | None = None
     layer_input_size: int = 0
     layer_input_vocab_size: int = 0
     placeholder_ids: tuple[int, ...] = ()

@@ -44,7 +44,8 @@ class DraftHead(nn.Module):
         super().__init__()
         self.vocab_size, self.layer = config.vocab_size, layer
         self.attention = attention = config.attention[-1]
-        if attention.window or attention.chunk_size or attention.softcap or attention.sinks:
+        is_unknown = attention.window or attention.chunk_size or attention.softcap or attention.sinks
+        if is_unknown and attention.compressed is None:
             raise UnsupportedError("draft: a head with a window, chunks, a soft cap or sinks in its attention")
         self.norm = stream_norm(config)
         self.embed_tokens: nn.Parameter | None = empty_parameter(config.vocab_size, config.hidden_size)
@@ -53,7 +54,7 @@ class DraftHead(nn.Module):
         self._embed, self._logits = target.embed, target.logits  # methods, so the target is no submodule
 
     def features(self, hidden: torch.Tensor, boundaries: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the features that the head reads from the target, [num_tokens, hidden_size].
+        """Return the features that the head reads from the target, [num_tokens, size of its features].
 
         hidden: states after the target's final norm. boundaries: inputs of the layers in `taps`, by index.
         """
@@ -68,7 +69,7 @@ class DraftHead(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return hidden states after the final norm, and the features for the tokens drafted from them.
 
-        input_ids: int64 [num_tokens]. features: features of the token before each, [num_tokens, hidden_size].
+        input_ids: int64 [num_tokens]. features: features of the token before each, [num_tokens, size].
         """
         raise NotImplementedError
 

@@ -12,12 +12,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paged.errors import UnsupportedError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.core.device import backend, forward_backend
 from paged.kernels.core.operation import Bound
 from paged.kernels.cpu.quantization.experts import ExpertProducts
 from paged.kernels.layers.linear import linear
 from paged.kernels.lora.batch import LoraBatch
+from paged.kernels.moe.definition import expert_scores
 from paged.kernels.moe.expert_products import add_gated, run_experts
 from paged.kernels.moe.fused_moe import fused_moe, has_invariant_rows, moe_block_size, token_counts
 from paged.kernels.moe.route_and_align import route_and_align
@@ -27,7 +28,7 @@ from paged.kernels.moe.weights import ExpertLinear
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.layers.config import DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import ConvertedDestination, Destinations
 from paged.models.quantization.layouts import Fp4, Quantization
 from paged.models.quantization.packed_weights import CpuExperts, Mxfp4Experts, PackedWeights, experts_for_cpu
 from paged.models.quantization.rounding import as_experts
@@ -69,6 +70,10 @@ class SparseMoe(nn.Module):
         self.router = Linear(hidden_size, {moe.router_name: num_experts}, bias=moe.bias)
         self.correction_bias = empty_parameter(num_experts) if moe.correction_bias else None
         self.expert_scale = empty_parameter(num_experts) if moe.expert_scale else None
+        self.token_table: torch.Tensor | None = None
+        if moe.token_table is not None:
+            table = torch.empty(config.vocab_size, moe.top_k, dtype=torch.int32)
+            self.token_table = nn.Parameter(table, requires_grad=False)
         experts = Mxfp4Experts if moe.is_mxfp4 else empty_parameter
         num_held = len(moe.experts)
         self.w1 = experts(num_held, len(self.inputs) * size, width)
@@ -273,11 +278,16 @@ class SparseMoe(nn.Module):
         return {"expert_map": self.expert_map, "w2_scale": self.down.scale, "is_gated": self.is_gated}
 
     def forward(
-        self, x: torch.Tensor, lora: LoraBatch | None = None, *, routed_by: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        lora: LoraBatch | None = None,
+        *,
+        routed_by: torch.Tensor | None = None,
+        token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the layer, [R, hidden_size] -> [R, hidden_size]; may overwrite x.
 
-        routed_by: the router's input, if it is not x.
+        routed_by: the router's input, if it is not x. token_ids: [R], if they choose the experts.
         """
         # Choose experts.
         moe = self.config
@@ -295,6 +305,10 @@ class SparseMoe(nn.Module):
             block_size = self._block_sizes[key]
         if moe.mixer_margin is not None:
             topk_weights, topk_ids = choose_by_mixer(logits.float(), moe.mixer_margin)  # both [R, 2]
+        elif self.token_table is not None:
+            assert token_ids is not None
+            topk_ids = self.token_table[token_ids]  # [R, top_k]
+            topk_weights = weights_of_experts(logits.float(), topk_ids, self.routing)
         elif block_size is None:
             topk_weights, topk_ids = self.route_tokens(logits, **vars(self.routing))  # both [R, top_k]
         else:
@@ -345,6 +359,11 @@ class SparseMoe(nn.Module):
             destinations[f"{prefix}.{moe.correction_bias}"] = bias
         if self.expert_scale is not None:
             destinations[f"{prefix}.{moe.expert_scale}"] = self.expert_scale
+        if self.token_table is not None:
+            fill = partial(_fill_table, self.token_table, moe.num_experts)
+            destinations[f"{prefix}.{moe.token_table}"] = ConvertedDestination(
+                self.token_table.shape, torch.int64, fill
+            )
         if self.shared is not None:
             destinations |= self.shared.destinations(f"{prefix}.{moe.shared_name}")
         if self.shared_gate is not None:
@@ -441,6 +460,29 @@ def choose_by_mixer(logits: torch.Tensor, margin: float) -> tuple[torch.Tensor, 
         ids.append(expert)
         candidates = candidates.scatter(-1, expert, -math.inf)
     return torch.cat(weights, -1), torch.cat(ids, -1).int()
+
+
+def weights_of_experts(logits: torch.Tensor, ids: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """Return the routing weights, float32 [T, top_k], of experts that are chosen already.
+
+    logits: float32 [T, num_experts]. ids: [T, top_k].
+    """
+    weights = expert_scores(logits, routing.scoring).gather(-1, ids.long())
+    if routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * routing.routed_scaling_factor
+
+
+def _fill_table(table: torch.Tensor, num_experts: int, stored: torch.Tensor) -> None:
+    """Copy a table of expert ids.
+
+    Raises:
+        InvalidInputError: an id is out of range.
+    """
+    least, largest = int(stored.min()), int(stored.max())
+    if least < 0 or largest >= num_experts:
+        raise InvalidInputError(f"expert ids {least} to {largest}, expected 0 to {num_experts - 1}")
+    table.copy_(stored)
 
 
 def _products(weight: Any) -> ExpertProducts:

@@ -26,11 +26,12 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATING = ("F64", "F32", "F16", "BF16")
 # Dtypes of packed weights and of their scales and zero points -> safetensors' names.
 PACKED = {
-    torch.uint8: ("U8",),
+    torch.uint8: ("U8", "I8", "F8_E8M0"),  # bytes
     torch.int8: ("I8",),
     torch.int32: ("I32",),
-    torch.int64: ("I64",),
+    torch.int64: ("I64", "I32"),
     torch.float8_e4m3fn: ("F8_E4M3",),
+    torch.float8_e8m0fnu: ("F8_E8M0",),
 }
 _MAX_SHOWN = 200
 _MEMORY = Path("/proc/meminfo")

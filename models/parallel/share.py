@@ -221,6 +221,8 @@ class Share:
         return size // self.size
 
     def _attention(self, layer: AttentionConfig) -> AttentionConfig:
+        if layer.compressed is not None:
+            raise UnsupportedError(f"tensor_parallel_size {self.size}: compressed entries, supported is 1")
         heads = layer.num_kv_heads
         if max(heads, self.size) % min(heads, self.size):
             raise UnsupportedError(

@@ -113,21 +113,22 @@ class EightBit(Layout):
     """`weight` in its own dtype, e4m3 or int8, and scales: weight = code * scale.
 
     one_scale: one scale for all weights; otherwise one per row, or one per e4m3 block if group_size is 128. scale_name,
-    input_scale_name: name suffixes of the scales.
+    input_scale_name: name suffixes of the scales. scale_code: dtype of stored scales, float32 or float8_e8m0fnu.
     """
 
     one_scale: bool = False
     scale_name: str = "weight_scale"
+    scale_code: torch.dtype = torch.float32
     input_scale_name: str = "input_scale"
 
     def stored(self, rows: int, columns: int) -> dict[str, Stored]:
         code = torch.int8 if self.form == "int8" else torch.float8_e4m3fn
         if self.one_scale:
-            scale = Stored((), torch.float32)
+            scale = Stored((), self.scale_code)
         elif self.in_blocks:
-            scale = Stored((self.scale_rows(rows), self.num_groups(columns)), torch.float32, 0, self.group_size)
+            scale = Stored((self.scale_rows(rows), self.num_groups(columns)), self.scale_code, 0, self.group_size)
         else:
-            scale = Stored((rows,), torch.float32, 0)
+            scale = Stored((rows,), self.scale_code, 0)
         stored = {"weight": Stored((rows, columns), code, 0), self.scale_name: scale}
         if self.has_input_scale:
             stored[self.input_scale_name] = Stored((), torch.float32)
@@ -220,13 +221,14 @@ class Awq(Layout):
 
 @dataclass(frozen=True, kw_only=True)
 class Fp4(Layout):
-    """NVFP4 or MXFP4 as compressed-tensors or ModelOpt store them; the names are name suffixes.
+    """NVFP4 or MXFP4 as compressed-tensors, ModelOpt or DeepSeek store them; the names are name suffixes.
 
     global_scale: scale of all weights, only in NVFP4. ignored: scale of NVFP4 activations. It is unused, because
     unrounded activations are more exact. in_experts: whether scales of MXFP4 are kept, as `fused_moe` takes them.
     """
 
     weight: str = "weight_packed"
+    scale: str = "weight_scale"
     global_scale: str | None = None
     ignored: str | None = None
     in_experts: bool = False
@@ -239,7 +241,7 @@ class Fp4(Layout):
         code = torch.float8_e4m3fn if self.global_scale else torch.uint8
         stored = {
             self.weight: Stored((rows, columns // 2), torch.uint8, 0),
-            "weight_scale": Stored((rows, columns // self.group_size), code, 0),
+            self.scale: Stored((rows, columns // self.group_size), code, 0),
         }
         for name in (self.global_scale, self.ignored):
             if name is not None:
@@ -247,7 +249,7 @@ class Fp4(Layout):
         return stored
 
     def pack(self, tensors: Tensors, columns: int) -> QuantizedWeight:
-        weight, scale = tensors[self.weight], tensors["weight_scale"]
+        weight, scale = tensors[self.weight].view(torch.uint8), tensors[self.scale]
         if self.global_scale is None:
             return from_mxfp4(weight, scale, shifts=not self.in_experts)
         return from_nvfp4(weight, scale, **{self.global_scale: tensors[self.global_scale].float()})

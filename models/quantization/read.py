@@ -26,9 +26,9 @@ _HALVES = {"F16": torch.float16, "BF16": torch.bfloat16}
 _GROUP_UNIT = 32
 _ALL = NamePattern("")
 _PLAIN_HEAD: Rule = NamePattern(r"lm_head\Z"), None
-# Scale -> its tensor names: first in vLLM and ModelOpt, then in transformers.
+# Scale -> its tensor names: first in vLLM and ModelOpt, then in transformers, then in DeepSeek-V4.
 _SCALE_NAMES = {
-    "scale_name": ("weight_scale", "weight_scale_inv"),
+    "scale_name": ("weight_scale", "weight_scale_inv", "scale"),
     "input_scale_name": ("input_scale", "activation_scale"),
 }
 _GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 2}
@@ -70,16 +70,17 @@ def read_quantization(hf: HfConfig) -> Quantization | None:
 def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quantization | None:
     """Adapt the quantisation to the stored tensors.
 
-    Group scales get the file's dtype if all scales have the same, else float32. e4m3 scales get the names in the file.
+    Group scales get the file's dtype if all scales have the same, else float32. Scales of 8-bit codes get the names in
+    the file, and its dtype if that has 8 bits.
     Weights stored as floating point are plain.
     """
     if quantization is None:
         return None
     scale_dtypes: set[str] = set()
-    ends: set[str] = set()
+    dtypes_of_ends: dict[str, set[str]] = {}
     plain: set[str] = set()
     for name, tensor in stored.items():
-        ends.add(name.rpartition(".")[2])
+        dtypes_of_ends.setdefault(name.rpartition(".")[2], set()).add(tensor.dtype)
         if name.endswith(_SCALES):
             scale_dtypes.add(tensor.dtype)
         if tensor.dtype in FLOATING:
@@ -96,9 +97,12 @@ def as_stored(quantization: Quantization | None, stored: StoredTensors) -> Quant
         scale_names: dict[str, Any] = {}
         for key, names in _SCALE_NAMES.items():
             for name in names:
-                if name in ends:
+                if name in dtypes_of_ends:
                     scale_names[key] = name
-        return replace(layout, **scale_names)
+        layout = replace(layout, **scale_names)
+        if dtypes_of_ends.get(layout.scale_name) == {"F8_E8M0"}:
+            layout = replace(layout, scale_code=torch.float8_e8m0fnu)
+        return layout
 
     rules: list[Rule] = []
     for pattern, layout in quantization.rules:

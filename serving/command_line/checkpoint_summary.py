@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, PagedError
-from paged.models.cache_sizes import GPU_FRACTION, cache_config, check_cache_dtype
+from paged.models.cache_sizes import GPU_FRACTION, cache_config, check_cache_dtype, in_whole_pools
 from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
@@ -128,6 +128,7 @@ def summarize(
             dtype = config.dtype
         cache_dtype = kv_cache_dtype or dtype
         check_cache_dtype(config, dtype, cache_dtype)
+        summary["block_size"] = block_size = in_whole_pools(config, block_size)
         needs = partial(_needs, network_class, config, dtype, cache_dtype, state_dtype, block_size, device_bytes)
         summary |= needs(Share())._asdict()
     except PagedError as error:

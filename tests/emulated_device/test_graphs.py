@@ -32,6 +32,7 @@ REPLAYED = (
     *("cohere", "ernie4_5_moe", "falcon_h1", "gemma3", "gemma4_moe", "gemma4_shared_kv", "glm4_moe"),
     *(
         "glm_moe_dsa",
+        "deepseek_v4",
         "gpt_oss",
         "granite_moe_hybrid",
         "hunyuan_moe",

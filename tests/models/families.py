@@ -64,6 +64,11 @@ _WORDS: dict[str, dict[str, Any]] = {
         **_yarn(attention_factor=1.0),
     },
     "indexer": {"index_topk": 5, "index_head_dim": 32, "index_n_heads": 16},
+    # Twenty entries of 2 positions, of which a query attends to three, and ten of 4 positions.
+    "deepseek_v4_layers": {
+        "layer_types": [_SLIDING, "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
     # Of up to 5 blocks of 8 positions, each query and KV head chooses two, its own included.
     "block_indexer": {
         "index_n_heads": 2,
@@ -222,6 +227,9 @@ FAMILIES = Families(
         yarn_mla""",
     deepseek_v32="""DeepseekV32 latent indexer routed_experts n_group=4 topk_group=2 n_shared_experts=1
         first_k_dense_replace=1 yarn_mla""",
+    deepseek_v4="""DeepseekV4 deepseek_v4_layers routed_experts yarn num_hidden_layers=3 num_key_value_heads=1
+        q_lora_rank=24 qk_rope_head_dim=16 index_n_heads=16 index_head_dim=32 index_topk=3 sliding_window=8 o_groups=2
+        o_lora_rank=16 hc_mult=3 hc_sinkhorn_iters=4 num_hash_layers=1""",
     dots1="""Dots1 routed_experts window n_group=4 topk_group=2 n_shared_experts=2 norm_topk_prob=True
         routed_scaling_factor=2.5 first_k_dense_replace=1 max_window_layers=1""",
     ernie4_5="Ernie4_5 use_bias=True pad_token_id=0",
@@ -524,6 +532,8 @@ def randomize_vectors(model: Any) -> None:
             buffer.uniform_(0.5, 1.5)
         elif name.endswith("rotary_emb.alpha"):
             buffer.uniform_(-0.5, 0.5)
+        elif name.endswith("tid2eid"):  # different experts for each token id
+            buffer.copy_(torch.rand(len(buffer), model.config.n_routed_experts).argsort(-1)[:, : buffer.shape[1]])
 
 
 def split_convolutions(config: Any, tensors: Tensors) -> None:

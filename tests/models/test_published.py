@@ -100,6 +100,9 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
             section[key] = section[key][:layers]
         section |= {"sparse_num_index_heads": own["num_key_value_heads"], "sparse_block_size": 8}
         own["sparse_attention_config"] = section | {"sparse_topk_blocks": 2}
+    if model_type == "deepseek_v4":
+        own |= {"compress_ratios": [0, 4, 128, 4], "num_attention_heads": 8, "q_lora_rank": 24, "index_topk": 3}
+        own |= {"o_groups": 2, "o_lora_rank": 16}
     if "attn_layer_indices" in values:
         own["attn_layer_indices"] = [1]
     if model_type == "qwen4_exp_text":

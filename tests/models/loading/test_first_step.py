@@ -52,10 +52,14 @@ def _save(values: dict[str, Any], folder: Path) -> bool:
         return False
     network = meta_network(network_class, with_stored_layout(config, {}), torch.float32)
     destinations = network.destinations()
-    shapes = {name: destination.shape for name, destination in destinations.items()}
-    if sum(shape.numel() for shape in shapes.values()) > MOST_WEIGHTS:
+    if sum(destination.shape.numel() for destination in destinations.values()) > MOST_WEIGHTS:
         return False
-    save_file({name: 0.1 * torch.randn(shape) for name, shape in shapes.items()}, folder / WEIGHTS)
+    tensors = {}
+    for key, destination in destinations.items():
+        tensors[key] = 0.1 * torch.randn(destination.shape)
+        if not destination.dtype.is_floating_point:  # a table of ids
+            tensors[key] = torch.zeros(destination.shape, dtype=destination.dtype)
+    save_file(tensors, folder / WEIGHTS)
     (folder / "config.json").write_text(json.dumps(values))
     return True
 

@@ -228,6 +228,12 @@ _ROWS = {
         moe=2048 top=8 ep_size=1 first_k_dense_replace=3 index_head_dim=128 index_n_heads=64 index_topk=2048 n_group=8
         n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True num_nextn_predict_layers=1 q_lora_rank=1536 yarn_v3
         theta=10000 routed_scaling_factor=2.5 scoring_func='sigmoid' topk_group=4 topk_method='noaux_tc' v=129280""",
+    "deepseek-ai/DeepSeek-V4-Flash": """DeepseekV4 silu no_bias deepseek_v4_flash h=4096 l=43 q=64 kv=1 d=512
+        max=1048576 moe=2048 top=6 compress_rope_theta=160000 hc_eps=1e-06 hc_mult=4 hc_sinkhorn_iters=20
+        index_head_dim=128 index_n_heads=64 index_topk=512 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True
+        num_hash_layers=3 num_nextn_predict_layers=1 o_groups=8 o_lora_rank=1024 q_lora_rank=1024 qk_rope_head_dim=64
+        eps=1e-06 theta=10000 routed_scaling_factor=1.5 scoring_func='sqrtsoftplus' sliding_window=128
+        swiglu_limit=10.0 topk_method='noaux_tc' untied v=129280""",
     "zai-org/GLM-5": """GlmMoeDsa silu no_bias h=6144 i=12288 l=78 q=64 kv=64 max=202752 moe=2048 top=8 ep_size=1
         first_k_dense_replace=3 index_head_dim=128 index_n_heads=32 index_topk=2048 kv_lora_rank=512 moe_layer_freq=1
         n_group=1 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True num_nextn_predict_layers=1

@@ -219,6 +219,16 @@ WORDS: dict[str, dict[str, Any]] = {
         """aux_loss_alpha=0.001 first_k_dense_replace=1 kv_lora_rank=512 moe_layer_freq=1 qk_nope_head_dim=128
         qk_rope_head_dim=64 rms_norm_eps=1e-06 seq_aux=True tie_word_embeddings=False v_head_dim=128"""
     ),
+    "deepseek_v4_flash": {
+        "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],  # the last is the multi-token layer's
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    },
     "minicpm3_rope": _factors(16),
     "mistral4_rope": {
         "rope_parameters": _MINISTRAL3

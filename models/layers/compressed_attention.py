@@ -1,0 +1,299 @@
+"""A decoder layer's attention to a window and to compressed entries of all earlier positions (DeepSeek-V4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paged.kernels.attention.choose_keys import choose_keys
+from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
+from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
+from paged.kernels.cache.latent_cache import write_index_keys
+from paged.kernels.cache.write_pooled_entries import write_pooled_entries
+from paged.kernels.core.operation import Bound
+from paged.kernels.layers.rms_norm import rms_norm
+from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.layers.config import CompressedConfig, DecoderConfig, NormConfig
+from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
+from paged.models.layers.latent_attention import UpProjection
+from paged.models.loading.weights import Destinations
+from paged.step.metadata import AttentionMetadata, OutputRows
+
+
+class Pool(nn.Module):
+    """Entries that each pool the positions of a closed pool, and the rows of open pools.
+
+    A row has a token's values and gates. An entry is the sum of the pool's values, weighted for every channel by a
+    softmax of gates and learned offsets, after an RMS norm and the rotation at the pool's first position. If pools
+    overlap, values and gates have two halves: an entry takes the first half of the pool before, and its own second.
+    """
+
+    entry_cache: torch.Tensor  # [num_blocks, entries of a block, D] or a form of 8 bits
+    row_cache: torch.Tensor  # float32 [num_blocks, block_size, row_size]
+    cos_sin_cache: torch.Tensor
+
+    def __init__(self, head_dim: int, sizes: CompressedConfig, norms: NormConfig) -> None:
+        super().__init__()
+        self.pool_size, self.overlaps = sizes.pool_size, sizes.index is not None
+        self.width = 2 * head_dim if self.overlaps else head_dim
+        self.position_bias = empty_parameter(sizes.pool_size, self.width)
+        self.norm, self.eps = RmsNorm(head_dim, norms), norms.eps
+        self.write_entries = Bound(write_pooled_entries)
+
+    def keep_float32(self) -> None:
+        """Convert the offsets back to float32."""
+        self.position_bias.data = self.position_bias.float()
+
+    def write(
+        self,
+        row_table: torch.Tensor,
+        row_slots: torch.Tensor,
+        entry_slots: torch.Tensor,
+        positions: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+    ) -> None:
+        """Write the entries of the pools that the step's tokens close; their rows are written already."""
+        overlap: dict[str, torch.Tensor] = {}
+        if self.overlaps:
+            overlap = {"row_table": row_table, "cu_seqlens_q": cu_seqlens_q}
+        self.write_entries(
+            self.row_cache,
+            self.entry_cache,
+            row_slots,
+            entry_slots,
+            pool_size=self.pool_size,
+            position_bias=self.position_bias,
+            norm_weight=self.norm.weight,
+            eps=self.eps,
+            positions=positions,
+            cos_sin_cache=self.cos_sin_cache,
+            interleaved=True,
+            rotates_last=True,
+            **overlap,
+        )
+
+    def destinations(self, prefix: str) -> Destinations:
+        return {f"{prefix}.ape": self.position_bias, **self.norm.destinations(f"{prefix}.norm")}
+
+
+class EntryIndexer(nn.Module):
+    """The lightning indexer over compressed keys: small heads that score every entry of a query.
+
+    Shapes: R rows, H heads of D numbers, as in `IndexConfig`.
+    """
+
+    def __init__(self, hidden_size: int, sizes: CompressedConfig, norms: NormConfig) -> None:
+        super().__init__()
+        assert sizes.index is not None
+        self.config, self.rope_dim = sizes.index, sizes.rope_dim
+        self.wq_b = Linear(sizes.q_rank, {"wq_b": self.config.num_heads * self.config.head_dim})
+        self.weights_proj = empty_parameter(self.config.num_heads, hidden_size)  # never packed
+        self.pool = Pool(self.config.head_dim, sizes, norms)
+        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        q_latent: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        queries: AttentionMetadata | OutputRows,
+    ) -> torch.Tensor | None:
+        """Return the entries that each row attends to, int32 [R, columns].
+
+        Return None if no sequence can have more than top_k entries.
+
+        hidden, q_latent: of the rows, [R, hidden_size] and [R, q_rank]. block_table: of the entries.
+        """
+        config, keys = self.config, self.pool.entry_cache
+        if block_table.shape[1] * keys.shape[1] <= config.top_k:
+            return None
+        q = self.wq_b(q_latent).unflatten(-1, (config.num_heads, config.head_dim))  # [R, H, D]
+        rotated = q[..., config.head_dim - self.rope_dim :]
+        self.rotate(positions, rotated, None, self.pool.cos_sin_cache, interleaved=True)
+        weights = functional.linear(hidden, self.weights_proj).float() * (config.num_heads * config.head_dim) ** -0.5
+        chosen: torch.Tensor = self.choose_keys(
+            q,
+            weights,
+            keys,
+            block_table=block_table,
+            cu_seqlens_q=queries.cu_seqlens_q,
+            seq_lens=seq_lens,
+            top_k=config.top_k,
+            pool_size=config.pool_size,
+            plan=queries.plan,
+        )
+        return chosen
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations = self.wq_b.destinations(prefix) | self.pool.destinations(f"{prefix}.compressor")
+        destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
+        return destinations
+
+
+class CompressedAttention(nn.Module):
+    """Attention of DeepSeek-V4 (DeepSeek-AI, 2026): all heads share one row a token, which is key and value.
+
+    A query attends to the rows of a window, and to entries that each pool the positions of a closed pool: to all of
+    them, or to those that an indexer chooses. The last numbers of a row are rotated. As they are values too, those of
+    the output are rotated back by the query's position. The output projection first takes each group of heads alone.
+
+    Shapes: T tokens, R rows that are returned, H heads of D numbers, G groups of heads.
+    """
+
+    kv_cache: torch.Tensor
+    table: int
+    cos_sin_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None  # unused: rows of 8 bits have scales of their own
+    v_scale: torch.Tensor | None = None
+    entry_table: int
+    row_table: int
+    row_cache: torch.Tensor
+    attend: Callable[..., Any]
+    group_weights: torch.Tensor
+    ones: torch.Tensor
+
+    def __init__(self, config: DecoderConfig, index: int) -> None:
+        super().__init__()
+        self.config = layer = config.attention[index]
+        assert layer.compressed is not None
+        self.sizes = sizes = layer.compressed
+        self.norms = NormConfig(eps=config.norms.eps)
+        heads_size = layer.num_heads * layer.head_dim
+        self.down_proj = Linear(config.hidden_size, {"wq_a": sizes.q_rank, "wkv": layer.head_dim})
+        self.q_norm, self.kv_norm = RmsNorm(sizes.q_rank, self.norms), RmsNorm(layer.head_dim, self.norms)
+        self.q_b_proj = Linear(sizes.q_rank, {"wq_b": heads_size})
+        self.group_proj = UpProjection(heads_size // sizes.num_groups, {"wo_a": sizes.num_groups * sizes.group_rank})
+        self.o_proj = Linear(sizes.num_groups * sizes.group_rank, {"wo_b": config.hidden_size})
+        self.sinks = empty_parameter(layer.num_heads)
+        self.pool: Pool | None = None
+        self.indexer: EntryIndexer | None = None
+        self.pools: list[Pool] = []
+        if sizes.pool_size:
+            self.pool = Pool(layer.head_dim, sizes, self.norms)
+            self.pools = [self.pool]
+            parts = {"compressor.wkv": self.pool.width, "compressor.wgate": self.pool.width}
+            if sizes.index is not None:
+                self.indexer = EntryIndexer(config.hidden_size, sizes, self.norms)
+                self.pools.append(self.indexer.pool)
+                for name in ("wkv", "wgate"):
+                    parts[f"indexer.compressor.{name}"] = self.indexer.pool.width
+            self.row_proj = Linear(config.hidden_size, parts)
+        self.rms_norm, self.rotate = Bound(rms_norm), Bound(rotary_embedding, by=1)
+        self.write, self.attend = Bound(concat_and_cache_mla), Bound(paged_compressed_attention, step="plan")
+
+    def keep_float32(self) -> None:
+        """Convert the sinks back to float32."""
+        self.sinks.data = self.sinks.float()
+
+    def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
+        """Give the layer the cache of its rows, the index of its block table in the metadata, and its rotary table."""
+        self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
+        self.ones = torch.ones(self.config.head_dim, device=k_cache.device)
+
+    def set_pools(self, entries: torch.Tensor, entry_table: int, row_cache: torch.Tensor, row_table: int) -> None:
+        """Give the layer the caches of entries and of rows, and the indices of their block tables.
+
+        entries: [num_blocks, entries of a block, size], each an entry, then its index key. row_cache: [num_blocks,
+        block_size, 1, size].
+        """
+        assert self.pool is not None
+        self.entry_table, self.row_table = entry_table, row_table
+        self.row_cache = rows = row_cache.squeeze(2).view(torch.float32)
+        head_dim, width = self.config.head_dim, self.pool.width
+        self.pool.entry_cache, self.pool.row_cache = entries[..., :head_dim], rows[..., : 2 * width]
+        self.pool.cos_sin_cache = self.cos_sin_cache
+        if self.indexer is not None:
+            pool, size = self.indexer.pool, self.indexer.config.key_size(entries.dtype)
+            keys = entries[..., head_dim : head_dim + size]
+            if keys.dtype != torch.float32:
+                keys = keys.view(torch.uint8)
+            pool.entry_cache, pool.row_cache, pool.cos_sin_cache = keys, rows[..., 2 * width :], self.cos_sin_cache
+
+    def derive_from_weights(self, dtype: torch.dtype) -> None:
+        """Read the groups' projections as matrices of `dtype`; call it when weights are at their final addresses."""
+        self.group_weights = self.group_proj.matrices(self.sizes.num_groups, dtype)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None = None,
+    ) -> torch.Tensor:
+        """Return [T, hidden_size], or the rows of `outputs`; write rows of all tokens to the cache."""
+        layer, sizes = self.config, self.sizes
+        assert layer.window is not None
+        block_table, slot_mapping = metadata.table(self.table)
+        plain_size = layer.head_dim - sizes.rope_dim
+
+        # Project, norm, rotate and write.
+        q_latent, row = self.down_proj(hidden).split((sizes.q_rank, layer.head_dim), -1)
+        q_latent, _ = self.q_norm(q_latent)  # [T, q_rank]
+        row, _ = self.kv_norm(row)  # [T, D]
+        q = self.q_b_proj(q_latent).unflatten(-1, (layer.num_heads, layer.head_dim))
+        q = self.rms_norm(q, self.ones, self.norms.eps)  # [T, H, D]
+        rotated_q, rotated_row = q[..., plain_size:], row[:, None, plain_size:]
+        self.rotate(positions, rotated_q, rotated_row, self.cos_sin_cache, interleaved=True)
+        self.write(row[:, :plain_size], row[:, plain_size:], self.kv_cache, slot_mapping)
+
+        # Write rows and entries of pools.
+        entries: torch.Tensor | None = None
+        entry_table: torch.Tensor | None = None
+        if self.pool is not None:
+            entries = self.pool.entry_cache
+            entry_table, entry_slots = metadata.table(self.entry_table)
+            row_table, row_slots = metadata.table(self.row_table)
+            write_index_keys(self.row_proj(hidden).float(), self.row_cache, row_slots)
+            for pool in self.pools:
+                pool.write(row_table, row_slots, entry_slots, positions, metadata.cu_seqlens_q)
+
+        # Choose entries, and attend.
+        queries: AttentionMetadata | OutputRows = metadata
+        if outputs is not None:
+            queries, q, q_latent = outputs, q[outputs.rows], q_latent[outputs.rows]  # [R, H, D], [R, q_rank]
+            hidden, positions = hidden[outputs.rows], positions[outputs.rows]
+        indices: torch.Tensor | None = None
+        if self.indexer is not None:
+            indices = self.indexer(hidden, q_latent, positions, entry_table, metadata.seq_lens, queries)
+        out = self.attend(
+            q,
+            self.kv_cache,
+            entries,
+            block_table=block_table,
+            cu_seqlens_q=queries.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+            max_seqlen_q=queries.max_seqlen_q,
+            softmax_scale=layer.softmax_scale,
+            sliding_window=layer.window,
+            entry_table=entry_table,
+            pool_size=max(sizes.pool_size, 1),
+            indices=indices,
+            sinks=self.sinks,
+            cos_sin_cache=self.cos_sin_cache,
+            plan=queries.plan,
+        )
+
+        # Project each group of heads, then all together.
+        size = layer.num_heads * layer.head_dim // sizes.num_groups
+        groups = out.view(len(out), sizes.num_groups, size).transpose(0, 1)  # [G, R, H / G * D]
+        grouped = torch.bmm(groups, self.group_weights.mT).transpose(0, 1)  # [R, G, group_rank]
+        projected: torch.Tensor = self.o_proj(grouped.flatten(1))  # [R, hidden_size]
+        return projected
+
+    def destinations(self, prefix: str) -> Destinations:
+        destinations: Destinations = {f"{prefix}.attn_sink": self.sinks}
+        for projection in (self.down_proj, self.q_b_proj, self.group_proj, self.o_proj):
+            destinations |= projection.destinations(prefix)
+        destinations |= self.q_norm.destinations(f"{prefix}.q_norm")
+        destinations |= self.kv_norm.destinations(f"{prefix}.kv_norm")
+        if self.pool is not None:
+            destinations |= self.row_proj.destinations(prefix) | self.pool.destinations(f"{prefix}.compressor")
+        if self.indexer is not None:
+            destinations |= self.indexer.destinations(f"{prefix}.indexer")
+        return destinations

@@ -1,0 +1,237 @@
+"""DeepSeek-V4: cuts at every position of its pools, published formats and names, the multi-token head, refusals."""
+
+import copy
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.models.layers.decoder import Linear
+from paged.models.parallel.share import Share
+from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.registry import load_model
+from tests.models.drafts.test_draft_heads import drafts_after
+from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_config, edit_tensors
+from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+from tests.tolerance import assert_within
+
+BLOCK = 8
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_EXPERT = re.compile(r".*\.experts\.\d+\.w[123]\.weight")
+_E4M3 = re.compile(r".*\.(?:attn|indexer|shared_experts)\.(?:wq_a|wq_b|wkv|wo_a|wo_b|w[123])\.weight")
+
+
+def publish(folder: Path) -> Tensors:
+    """Rename a checkpoint's tensors as published; transformers saves them under names of its own."""
+    published: Tensors = {}
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        name = name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        published[re.sub(r"\.attn\.norm\.", ".attn.kv_norm.", name)] = tensor
+    save_file(published, folder / WEIGHTS)
+    return published
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("deepseek_v4")
+    theirs = save_checkpoint(FAMILIES["deepseek_v4"], folder)
+    publish(folder)
+    return Case(theirs, load_model(folder, block_size=BLOCK, num_blocks=256, num_swap_blocks=64))
+
+
+@pytest.mark.parametrize(
+    "length", [27, *(pytest.param(cut, marks=pytest.mark.thorough) for cut in (24, 25, 26, 28, 31))]
+)
+def test_cuts_at_every_position_of_a_pool(case: Case, length: int) -> None:
+    """Chunks, forks, truncations and hits: a sequence goes on from each position with other tokens."""
+    model, manager = case.ours, case.ours.kv_manager
+    ids = tokens(40)
+    others = ids[:length] + tokens(12, length)
+    expected = case.expected(others)[length:]
+    model.forward_verify("chunks", ids[:length])
+    assert_same_logits(model.forward_verify("chunks", others[length:]), expected)
+    model.forward_verify("cut", ids)
+    fork = manager.fork(manager.get_handle("cut"), "fork")
+    manager.truncate(fork, length)
+    assert_same_logits(model.forward_verify("fork", others[length:]), expected)
+    model.truncate_kv("cut", length)
+    assert_same_logits(model.forward_verify("cut", others[length:]), expected)
+    handle = manager.get_handle("cut")
+    assert handle is not None
+    manager.commit(handle, others)
+    hit = manager.allocate("hit", token_ids=others)
+    assert hit.num_cached_tokens >= length // BLOCK * BLOCK
+    assert_same_logits(
+        model.forward_verify("hit", others[hit.num_cached_tokens :]), expected[hit.num_cached_tokens - length :]
+    )
+    manager.check_integrity()
+    model.reset()
+
+
+def _e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to e4m3 with a power of two for each block of 128 x 128; codes, scales, and the numbers."""
+    rows, columns = weight.shape
+    codes, numbers = torch.empty(rows, columns, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
+    scales = torch.empty(-(-rows // 128), -(-columns // 128))
+    for i in range(len(scales)):
+        for j in range(scales.shape[1]):
+            block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+            scales[i, j] = torch.exp2((weight[block].abs().max() / 448).log2().ceil())
+            codes[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            numbers[block] = codes[block].float() * scales[i, j]
+    return codes, scales, numbers
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to E2M1 with a power of two for 32 columns; bytes of two codes, scales, and the numbers."""
+    groups = weight.unflatten(1, (-1, 32))  # [rows, groups, 32]
+    scales = torch.exp2((groups.abs().amax(-1) / 6).log2().ceil())
+    codes = (groups / scales[..., None]).abs().unsqueeze(-1).sub(_E2M1).abs().argmin(-1)
+    numbers = (_E2M1[codes] * scales[..., None]).copysign(groups)
+    codes = (codes + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8), scales, numbers.flatten(1)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+def test_published_formats(expert_dtype: str, tmp_path: Path) -> None:
+    """e4m3 in blocks, with experts alike or in MXFP4: the numbers of every projection, and logits."""
+    config = copy.deepcopy(FAMILIES["deepseek_v4"])
+    config.moe_intermediate_size, config.hidden_size = 128, 256
+    save_checkpoint(config, tmp_path)
+    packed, numbers = dict(publish(tmp_path)), dict(load_file(tmp_path / WEIGHTS))
+    for name, weight in load_file(tmp_path / WEIGHTS).items():
+        if expert_dtype == "fp4" and _EXPERT.fullmatch(name):
+            packed[name], scales, numbers[name] = _mxfp4(weight)
+        elif _EXPERT.fullmatch(name) or _E4M3.fullmatch(name):
+            packed[name], scales, numbers[name] = _e4m3_blocks(weight)
+        else:
+            continue
+        if expert_dtype == "fp4":
+            scales = scales.to(torch.float8_e8m0fnu)
+        packed[name.removesuffix("weight") + "scale"] = scales
+    save_file(numbers, tmp_path / WEIGHTS)
+    plain = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
+    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, tmp_path / WEIGHTS)
+    section = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
+    edit_config(tmp_path, expert_dtype=expert_dtype, quantization_config=section | {"activation_scheme": "dynamic"})
+    model = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
+    linears, num_packed = dict(plain.network.named_modules()), 0
+    for path, module in model.network.named_modules():
+        if isinstance(module, Linear) and isinstance(module.packed, PackedWeights):
+            assert torch.equal(module.packed.dequantized(torch.float32), linears[path].weight)
+            num_packed += 1
+    assert num_packed == 3 * 6 + 1  # five of attention, the shared experts' two make one; and the indexer's queries
+    prompt = tokens(30)
+    got, expected = model.forward_verify("a", prompt), plain.forward_verify("a", prompt)
+    # Activations are rounded to 4 bits of mantissa in front of each product.
+    assert (got - expected).norm() < 0.3 * expected.norm()
+
+
+def test_multi_token_head(tmp_path: Path) -> None:
+    """Against transformers' layer: both projections add up in each stream, and position 0 has features of 0."""
+    config = copy.deepcopy(FAMILIES["deepseek_v4"])
+    config.layer_types, config.mlp_layer_types = (
+        ["compressed_sparse_attention", "sliding_attention"],
+        ["hash_moe", "moe"],
+    )
+    config.num_hidden_layers = 2
+    theirs = save_checkpoint(config, tmp_path)
+    published = publish(tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"enorm": (64,), "hnorm": (64,), "e_proj": (64, 64), "h_proj": (64, 64), "norm": (64,)}
+    own = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
+    for name, tensor in published.items():
+        if name.startswith("layers.1."):
+            own_name = name.replace("layers.1.", "mtp.0.")
+            published = published | {own_name: tensor}
+    for part in ("fn", "base", "scale"):
+        published[f"mtp.0.hc_head_{part}"] = published[f"hc_head_{part}"].flip(0)
+    published |= {f"mtp.0.{name}.weight": tensor for name, tensor in own.items()}
+    save_file({name: tensor.clone() for name, tensor in published.items()}, tmp_path / WEIGHTS)
+
+    prompt, newest = tokens(30, seed=4), 9
+    (row,) = drafts_after(tmp_path, "mtp", prompt, newest, 1)
+
+    streams: list[torch.Tensor] = []
+    hook = theirs.model.hc_head.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))
+    with torch.no_grad():
+        theirs.model(torch.tensor([prompt]))
+        hook.remove()
+        (features,) = streams  # [1, 30, N, 64]
+        features = torch.cat([torch.zeros_like(features[:, :1]), features], 1)  # [1, 31, N, 64]
+        ids = torch.tensor([[*prompt, newest]])
+
+        def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+            module = copy.deepcopy(theirs.model.norm)
+            module.weight.data = own[name]
+            normed: torch.Tensor = module(x)
+            return normed
+
+        embedded = norm(theirs.model.embed_tokens(ids), "enorm") @ own["e_proj"].T
+        inputs = norm(features, "hnorm") @ own["h_proj"].T + embedded[:, :, None]
+        places = torch.arange(31)
+        distances = places[:, None] - places
+        is_hidden = (distances < 0) | (distances >= config.sliding_window)
+        mask = torch.zeros(31, 31).masked_fill(is_hidden, -torch.inf)[None, None]
+        rotations = {kind: theirs.model.rotary_emb(inputs, places[None], kind) for kind in ("main", "compress")}
+        mixed = theirs.model.layers[1](
+            inputs, position_embeddings=rotations, position_ids=places[None], attention_mask=mask, input_ids=ids
+        )
+        head = copy.deepcopy(theirs.model.hc_head)
+        for part in ("fn", "base", "scale"):
+            parameter = getattr(head, f"hc_{part}")
+            parameter.data = parameter.flip(0)
+        expected = theirs.lm_head(norm(head(mixed[:, -1:]), "norm"))[:, 0]
+    assert_within(row, expected, 1e-3 * (1 + expected.abs()))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {
+    "V4.1": ({"architectures": ["DeepseekV41ForCausalLM"]}, "DeepSeek-V4.1", UnsupportedError),
+    "the scores": ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'", UnsupportedError),
+    "the limit": ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0", UnsupportedError),
+    "pictures": ({"vision_n_layers": 2}, "vision_n_layers = 2", UnsupportedError),
+    "ratio 1": ({"layer_types": None, "compress_ratios": [1, 4, 128]}, "compress_ratios has 1", UnsupportedError),
+    "groups": ({"o_groups": 3}, "num_attention_heads 4, expected a multiple of 3", CheckpointError),
+    "experts": ({"mlp_layer_types": ["moe", "moe"]}, "hash_moe or moe for each of 3 layers", CheckpointError),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save_checkpoint(FAMILIES["deepseek_v4"], folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str, saved: Path) -> None:
+    values, message, error = REFUSED[name]
+    text = (saved / "config.json").read_text()
+    edit_config(saved, **values)
+    try:
+        assert_refused(saved, message, error)
+    finally:
+        (saved / "config.json").write_text(text)
+
+
+def test_a_table_that_names_no_expert_is_refused(saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    edit_tensors(folder, lambda tensors: tensors["model.layers.0.ffn.gate.tid2eid"].fill_(8))
+    assert_refused(folder, "expert ids 8 to 8, expected 0 to 7")
+
+
+def test_several_ranks_and_embeddings_and_blocks_within_a_pool_are_refused(case: Case, saved: Path) -> None:
+    model = case.ours
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2: compressed entries"):
+        Share(0, 2).config(model.network.config)
+    assert model.embeds_limits is None
+    with pytest.raises(InvalidInputError, match="block_size: 6, expected a multiple of 4"):
+        load_model(saved, block_size=6)
+    with pytest.raises(InvalidInputError, match=r"torch\.float8_e4m3fn, expected torch\.float32 for"):
+        load_model(saved, kv_cache_dtype="fp8_e4m3")
