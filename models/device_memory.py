@@ -43,7 +43,7 @@ class DeviceMemory:
         if level == 2 or not on_host:  # at level 1, weights stay in host memory
             storages: dict[int, torch.UntypedStorage] = {}
             for parameter in self._network.parameters():
-                is_kept = parameter.is_mkldnn or _is_on_host(parameter) != on_host  # such as `HostParameter`
+                is_kept = parameter.is_mkldnn or _is_on_host(parameter) != on_host  # those of `HostWeights`
                 if not is_kept:
                     storage = parameter.untyped_storage()
                     storages[storage.data_ptr()] = storage

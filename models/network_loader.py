@@ -25,7 +25,7 @@ from paged.models.layers.recurrent_config import (
     Rwkv7Config,
 )
 from paged.models.loading.given_tensors import GivenTensors
-from paged.models.loading.host_parameter import allocate
+from paged.models.loading.host_weights import allocate
 from paged.models.loading.kv_scales import load_kv_scales, split_kv_scales
 from paged.models.loading.text_prefix import BESIDE_BODY, TextPrefix, find_text_prefix
 from paged.models.loading.weights import (
@@ -95,7 +95,7 @@ def load_network(
     stored = without_zero_biases(stored, full_network.destinations())
     check_weights(stored, full_network.destinations(), tied_head=config.tie_word_embeddings, folder=place)
     network, parts = rank_network(full_network, config, dtype, share)
-    network._apply(partial(allocate, device=device))
+    allocate(network, device)
     network.join(ranks)
     if network is not full_network:
         network.num_weights = num_weights(full_network)

@@ -125,7 +125,7 @@ class PagedCausalLM(DecoderOnlyLLM):
         """Return the device memory of this rank's weights, with the scales of packed weights."""
         num_bytes = 0
         for parameter in self.network.parameters():
-            if parameter.device.type == self.device.type:  # a `HostParameter` is not on a GPU
+            if parameter.device.type == self.device.type:  # those of `HostWeights` are not on a GPU
                 num_bytes += parameter.nbytes
         for module in self.network.modules():
             if isinstance(module, CpuProducts):

@@ -14,10 +14,10 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear
+from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.hyper_connection import StreamsRmsNorm
 from paged.models.layers.recurrent_config import HASH_NUMBERS, NgramConfig
-from paged.models.loading.host_parameter import HostParameter, seen_from
+from paged.models.loading.host_weights import HostWeights, seen_from
 from paged.models.loading.weights import ConvertedDestination, Destinations
 
 
@@ -65,13 +65,13 @@ class NgramHash:
         return torch.cat(rows, -1)
 
 
-class NgramTables(nn.Module):
+class NgramTables(HostWeights):
     """The tables of all heads, in host memory; a GPU reads the rows of a step over its bus."""
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = HostParameter(torch.empty(config.num_rows, config.size // len(config.table_sizes)))
+        self.weight = empty_parameter(config.num_rows, config.size // len(config.table_sizes))
         self.seen = torch.empty(0)
 
     def see_from(self, device: torch.device) -> None:

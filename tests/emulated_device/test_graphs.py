@@ -48,7 +48,7 @@ REPLAYED = (
         "ministral3",
     ),
     *("nemotron_h", "olmo2", "olmo_hybrid", "phi3", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next", "rwkv7"),
-    "starcoder2",
+    *("qwen4_exp", "starcoder2"),
 )
 
 # Classes that modules of transformers run: RMS norms and experts of ours, `Conv1D` and LayerNorms of theirs; and

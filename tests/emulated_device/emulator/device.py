@@ -231,6 +231,7 @@ class EmulatedCuda:
 
         return {
             "_lazy_init": lambda: None,
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=lambda *_: 0),
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "is_bf16_supported": lambda *_, **__: True,
@@ -291,12 +292,20 @@ class _DeviceNames(TorchFunctionMode):
             return getattr(CudaTensor, func.__name__)(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._indexed(kwargs["device"])}
+        if func is torch.as_tensor and hasattr(args[0], "__cuda_array_interface__"):
+            return self._on_device(args[0].__cuda_array_interface__, kwargs["device"])
         if func is torch.Tensor.cuda:
             device = args[1] if len(args) > 1 else kwargs.get("device")
             return args[0].to(torch.device("cuda", self._machine.index_of(device)), kwargs.get("non_blocking", False))
         if func is torch.Tensor.to:
             args = (args[0], *(self._indexed(one) if isinstance(one, (str, torch.device)) else one for one in args[1:]))
         return func(*args, **kwargs)
+
+    def _on_device(self, layout: dict[str, Any], device: torch.device) -> CudaTensor:
+        """Bytes of the host that a device reads in place."""
+        ((size,), (address, _)) = layout["shape"], layout["data"]
+        inner = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+        return CudaTensor(inner, self._machine.memory.allocation_of(inner, device))
 
     def _indexed(self, device: Any) -> Any:
         if isinstance(device, int):

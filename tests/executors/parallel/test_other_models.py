@@ -22,7 +22,7 @@ OTHERS = cases_of(
     "llama4 2 experts, llama_biases_linear_rope 4, minimax_m2 4, minimax_m2 2 experts, minimax_m3 2, olmo3 4, phi3 2, "
     "qwen2_moe 2, qwen3_moe 4, lfm2_moe 2, lfm3 2, kimi_linear 2, bailing_hybrid 2, "
     "falcon_h1 2, granite_moe_hybrid 2 experts, nemotron_h 2, nemotron_h 2 experts, "
-    "axk2 2, hy_v4 2, mistral_large4 2, olmo_hybrid 2, qwen3_next 2, rwkv7 2",
+    "axk2 2, hy_v4 2, mistral_large4 2, olmo_hybrid 2, qwen3_next 2, qwen4_exp 2, rwkv7 2",
 )
 
 

@@ -10,19 +10,25 @@ from torch import nn
 from paged.errors import InvalidInputError
 
 
-class HostParameter(nn.Parameter):
-    """A weight too large for a GPU, of which a step reads few rows."""
-
-    def __new__(cls, data: torch.Tensor) -> HostParameter:
-        return super().__new__(cls, data, False)
+class HostWeights(nn.Module):
+    """A module whose parameters are too large for a GPU. A step reads few of their rows."""
 
 
-def allocate(weight: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a weight of a network without memory: on the device, or on the host for a `HostParameter`."""
-    if isinstance(weight, HostParameter):
-        device = torch.device("cpu")
-    # Like `to_empty`, whose `empty_like` of a meta tensor would import sympy for 0.25 s.
-    return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=device)
+def allocate(network: nn.Module, device: torch.device) -> None:
+    """Allocate the weights of a network without memory: on the device, and those of `HostWeights` on the host."""
+    on_host: set[int] = set()
+    for module in network.modules():
+        if isinstance(module, HostWeights):
+            on_host.update(map(id, module.parameters()))
+
+    def memory(weight: torch.Tensor) -> torch.Tensor:
+        place = device
+        if id(weight) in on_host:
+            place = torch.device("cpu")
+        # Like `to_empty`, whose `empty_like` of a meta tensor would import sympy for 0.25 s.
+        return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=place)
+
+    network._apply(memory)
 
 
 def seen_from(device: torch.device, weight: torch.Tensor) -> torch.Tensor:
