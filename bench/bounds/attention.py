@@ -6,6 +6,7 @@ import torch
 
 from paged.bench.bounds.first_order import ELEMENTARY, Defined, U, gamma, independent, rounding, unit
 from paged.bench.problems.arguments import Arguments, Tensors
+from paged.kernels.cache.latent_cache import stored_rows
 from paged.kernels.core.dtypes import kv_kind
 
 
@@ -181,7 +182,7 @@ def _keys_of_window_and_entries(arguments: Arguments, seq: int, row: int, positi
     cache, entries = arguments["kv_cache"], arguments.get("entry_cache")
     positions = torch.arange(max(position - arguments["sliding_window"] + 1, 0), max(position + 1, 0))
     blocks = arguments["block_table"][seq].long()[positions // cache.shape[1]]
-    keys: torch.Tensor = cache[blocks, positions % cache.shape[1]].double()
+    keys = stored_rows(cache[blocks, positions % cache.shape[1]], torch.float64)
     if entries is None:
         return keys
     num_entries = max(position + 1, 0) // arguments["pool_size"]
@@ -190,7 +191,7 @@ def _keys_of_window_and_entries(arguments: Arguments, seq: int, row: int, positi
         ids = arguments["indices"][row].long()
         ids = ids[(ids >= 0) & (ids < num_entries)]
     blocks = arguments["entry_table"][seq].long()[ids // entries.shape[1]]
-    return torch.cat([keys, entries[blocks, ids % entries.shape[1]].double()])
+    return torch.cat([keys, stored_rows(entries[blocks, ids % entries.shape[1]], torch.float64)])
 
 
 def _rotate_error(error: torch.Tensor, largest: torch.Tensor, cos_sin: torch.Tensor) -> None:

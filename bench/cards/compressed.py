@@ -22,8 +22,8 @@ from paged.kernels.attention.plan import AttentionPlan
 _SIZES = {"heads": same(64), "dim": same(512), "rotary": same(64), "window": same(128)}
 _ALL = {**_SIZES, "pool": same(128)}
 _CHOSEN = {**_SIZES, "pool": same(4), "chosen": (512, 512, 40)}
-_DECODES = ([(1, 1 << 20)], [(1, 1 << 15)], [(1, 3000), (1, 100)])
-_PROMPTS = ([(2048, 8192)], [(64, 1024)], [(20, 300)])
+_DECODES = ([(1, 1 << 20)], [(1, 1 << 15)], [(1, 1500), (1, 100)])
+_PROMPTS = ([(2048, 8192)], [(64, 1024)], [(3, 200)])
 _ODD_LENGTHS = (((1, 1),), ((0, 5), (1, 33)), ((40, 40),), ((1, 20), (3, 3), (9, 20)))
 
 
@@ -37,10 +37,21 @@ def _step(
     window: int,
     pool: int,
     chosen: int = 0,
+    is_record: bool = False,
 ) -> Arguments:
     """Draw a step. pool: 0 for a window alone."""
     problem = Problem(
-        "", tuple(lengths), heads, dim, rotary, window, pool, chosen * (pool > 0), block_size=128, dtype=draw.dtype
+        "",
+        tuple(lengths),
+        heads,
+        dim,
+        rotary,
+        window,
+        pool,
+        chosen * (pool > 0),
+        block_size=128,
+        dtype=draw.dtype,
+        is_record=is_record,
     )
     if draw.is_odd:
         problem = replace(problem, block_size=5, entry_block_size=3, padding_rows=1)
@@ -92,6 +103,8 @@ CARDS = (
             Row({**_ALL, "lengths": _DECODES}, "decode"),
             Row({**_CHOSEN, "lengths": _DECODES}, "chosen"),
             Row({**_CHOSEN, "lengths": _PROMPTS}, "prompt"),
+            Row({**_ALL, "lengths": _DECODES, "is_record": same(True)}, "decode records"),
+            Row({**_CHOSEN, "lengths": _DECODES, "is_record": same(True)}, "chosen records"),
         ),
         edges=tuple(Edge(case.name, partial(_option, case), case.name == "chosen entries") for case in PROBLEMS),
         odd={

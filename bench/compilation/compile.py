@@ -60,6 +60,7 @@ _KNOWN_SPILLS = {
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_103": 5,
         "paged_compressed_attention 64 heads bf16 pools of 128 64 x 32 for sm_90": 8,
         "paged_compressed_attention 64 heads bf16 pools of 4 chosen 64 x 32 for sm_90": 16,
+        "paged_compressed_attention 64 heads bf16 pools of 4 chosen 32 x 16 for sm_120": 8,
     },
 }
 

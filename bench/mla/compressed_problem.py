@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paged.bench.attention import problem as attention_problem
+from paged.kernels.cache.latent_cache import encode_records
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     padding_rows: int = 0
     deterministic: bool = False
+    is_record: bool = False  # rows and entries are records of DeepSeek-V4
 
 
 PROBLEMS = (
@@ -44,6 +46,7 @@ PROBLEMS = (
     Problem(
         "sizes of DeepSeek-V4", ((1, 300), (2, 9)), 64, 512, 64, 128, chosen=40, block_size=64, entry_block_size=16
     ),
+    Problem("records", ((1, 150), (5, 40)), 3, 512, 64, chosen=9, is_record=True),
 )
 
 
@@ -65,7 +68,7 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
         rows.block_table[seq, : first // problem.block_size] = 0
     arguments: dict[str, Any] = {
         "q": rows.q,
-        "kv_cache": rows.k_cache[:, :, 0],
+        "kv_cache": _stored(rows.k_cache[:, :, 0], problem),
         "block_table": rows.block_table,
         "cu_seqlens_q": rows.cu_seqlens_q,
         "seq_lens": rows.seq_lens,
@@ -77,7 +80,7 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
             attention_problem.Problem("", lengths, (1, 1), size, None, problem.entry_block_size, dtype),
             torch.device("cpu"),
         )
-        arguments |= {"entry_cache": entries.k_cache[:, :, 0], "entry_table": entries.block_table}
+        arguments |= {"entry_cache": _stored(entries.k_cache[:, :, 0], problem), "entry_table": entries.block_table}
         options["pool_size"] = problem.pool_size
     if problem.chosen:
         arguments["indices"] = draw_entries(problem.lengths, problem.padding_rows, problem.pool_size, problem.chosen)
@@ -89,6 +92,15 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
         arguments["cos_sin_cache"] = torch.cat([angles.cos(), angles.sin()], -1)
     on_device = {name: tensor.to(device) for name, tensor in arguments.items()}
     return {**on_device, **options}
+
+
+def _stored(rows: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Return rows in the form of a problem's caches. Groups of a record have scales that differ by powers of four."""
+    if not problem.is_record:
+        return rows
+    factors = torch.ones(rows.shape[-1] // 64)
+    factors[: 448 // 64] = 4.0 ** torch.randint(-1, 2, (448 // 64,))
+    return encode_records((rows.float().unflatten(-1, (-1, 64)) * factors[:, None]).flatten(-2))
 
 
 def draw_entries(lengths: tuple[tuple[int, int], ...], padding_rows: int, pool_size: int, count: int) -> torch.Tensor:

@@ -270,6 +270,9 @@ class CompressedCall(NamedTuple):
     def shape(self) -> MlaShape:
         """The shape that schedules depend on. Each token is a sequence of its own, as with chosen keys."""
         num_tokens, num_heads, head_dim = self.q.shape
+        kind = ""
+        if self.kv_cache.dtype == torch.uint8:
+            kind = "record"
         return MlaShape(
             num_tokens=num_tokens,
             num_kv_heads=1,
@@ -278,7 +281,7 @@ class CompressedCall(NamedTuple):
             v_head_dim=head_dim,
             element_size=self.q.element_size(),
             window=(NO_LIMIT, NO_LIMIT),
-            kind=latent_kind(self.kv_cache),
+            kind=kind,
             chosen=True,
             deterministic=self.deterministic,
         )

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..cache.latent_cache import dequantized
+from ..cache.latent_cache import stored_rows
 from .definition import attend
 from .latent_definition import _queries
 
@@ -71,10 +71,12 @@ def _numbers(
     cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
     """Return the numbers of keys [n, L] of a sequence, [n, L, D]; 0 if they are not visible."""
-    block_size, head_dim = cache.shape[1:]
-    numbers = torch.zeros(*keys.shape, head_dim, dtype=compute, device=cache.device)
+    block_size = cache.shape[1]
     seen = keys[visible]  # [m]
-    numbers[visible] = dequantized(cache[blocks[seen // block_size].long(), seen % block_size], head_dim, None, compute)
+    stored = cache[blocks[seen // block_size].long(), seen % block_size]
+    rows = stored_rows(stored, compute)  # [m, D]
+    numbers = torch.zeros(*keys.shape, rows.shape[-1], dtype=compute, device=cache.device)
+    numbers[visible] = rows
     return numbers
 
 

@@ -51,8 +51,12 @@ def _store(ptrs, numbers, row_mask, END: tl.constexpr):
 )
 def _compressed_attention_kernel(
     q_ptr,  # [num_tokens, GROUP, V_HEAD_DIM]
-    latent_ptr,  # [num_blocks, KV_BLOCK_SIZE, V_HEAD_DIM]
-    entry_ptr,  # [num_entry_blocks, ENTRY_BLOCK_SIZE, V_HEAD_DIM], or None
+    latent_ptr,  # [num_blocks, KV_BLOCK_SIZE, V_HEAD_DIM]; codes of records
+    rope_ptr,  # bfloat16 [num_blocks, KV_BLOCK_SIZE, 64] of records, or None
+    scales_ptr,  # exponents [num_blocks, KV_BLOCK_SIZE, 7] of records, or None
+    entry_ptr,  # [num_entry_blocks, ENTRY_BLOCK_SIZE, V_HEAD_DIM], or None; then as above
+    entry_rope_ptr,
+    entry_scales_ptr,
     out_ptr,  # [num_tokens, GROUP, V_HEAD_DIM]
     lse_ptr,  # [GROUP, num_tokens], or None
     block_table_ptr,  # [num_seqs, max_blocks_per_seq]
@@ -74,8 +78,16 @@ def _compressed_attention_kernel(
     stride_q_head,
     stride_latent_block,
     stride_latent_slot,
+    stride_rope_block,
+    stride_rope_slot,
+    stride_scales_block,
+    stride_scales_slot,
     stride_entry_block,
     stride_entry_slot,
+    stride_entry_rope_block,
+    stride_entry_rope_slot,
+    stride_entry_scales_block,
+    stride_entry_scales_slot,
     stride_out_token,
     stride_out_head,
     stride_lse_head,
@@ -92,7 +104,7 @@ def _compressed_attention_kernel(
     POOL_SIZE: tl.constexpr,  # positions of an entry
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,  # name of a `KvKind`
+    KIND: tl.constexpr,  # "" for numbers of the dtype of q, or "record"
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):
@@ -135,14 +147,14 @@ def _compressed_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     window = Latents(
         latent_ptr=latent_ptr,
-        rope_ptr=latent_ptr,
-        scales_ptr=None,
+        rope_ptr=latent_ptr if rope_ptr is None else rope_ptr,
+        scales_ptr=scales_ptr,
         stride_block=stride_latent_block,
         stride_slot=stride_latent_slot,
-        stride_rope_block=stride_latent_block,
-        stride_rope_slot=stride_latent_slot,
-        stride_scales_block=0,
-        stride_scales_slot=0,
+        stride_rope_block=stride_rope_block,
+        stride_rope_slot=stride_rope_slot,
+        stride_scales_block=stride_scales_block,
+        stride_scales_slot=stride_scales_slot,
         latent_mask=latent_mask,
         rope_mask=rope_mask,
         table_ptr=block_table_ptr + seq * stride_table_seq,
@@ -160,14 +172,14 @@ def _compressed_attention_kernel(
             token_indices_ptr = indices_ptr + token * stride_indices_token
         entries = Latents(
             latent_ptr=entry_ptr,
-            rope_ptr=entry_ptr,
-            scales_ptr=None,
+            rope_ptr=entry_ptr if entry_rope_ptr is None else entry_rope_ptr,
+            scales_ptr=entry_scales_ptr,
             stride_block=stride_entry_block,
             stride_slot=stride_entry_slot,
-            stride_rope_block=stride_entry_block,
-            stride_rope_slot=stride_entry_slot,
-            stride_scales_block=0,
-            stride_scales_slot=0,
+            stride_rope_block=stride_entry_rope_block,
+            stride_rope_slot=stride_entry_rope_slot,
+            stride_scales_block=stride_entry_scales_block,
+            stride_scales_slot=stride_entry_scales_slot,
             latent_mask=latent_mask,
             rope_mask=rope_mask,
             table_ptr=entry_table_ptr + seq * stride_entry_table_seq,

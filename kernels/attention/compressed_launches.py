@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..cache.latent_cache import record_parts
 from ..core.device import device_of
 from ..core.ids import Ids, check_all_ids, check_sequences, checks_ids
 from ..core.launch import Launch, strides
@@ -50,10 +51,15 @@ def bind(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
             if entry_ids is not None and entry_table is not None:
                 check_sequences(entry_ids._replace(block_table=entry_table))
         out, lse = outputs(q, q.shape[2], out, return_lse=return_lse)
+        rows, entries = _parts(kv_cache), _parts(entry_cache)
         arguments = {
             "q_ptr": q,
-            "latent_ptr": kv_cache,
-            "entry_ptr": entry_cache,
+            "latent_ptr": rows.codes,
+            "rope_ptr": rows.rope,
+            "scales_ptr": rows.exponents,
+            "entry_ptr": entries.codes,
+            "entry_rope_ptr": entries.rope,
+            "entry_scales_ptr": entries.exponents,
             "out_ptr": out,
             "lse_ptr": lse,
             "block_table_ptr": block_table,
@@ -78,6 +84,7 @@ def _launches(call: CompressedCall, plan: AttentionPlan) -> list[Launch]:
         return []
     shape, entries = call.shape, call.entry_cache
     (tile,) = shape.tiles(device_of(call.q.device).arch, shape.group).values()
+    rows, parts = _parts(call.kv_cache), _parts(entries)
     entry_block_size = pool_size = num_indices = rotary_dim = 0
     if entries is not None:
         entry_block_size, pool_size = entries.shape[1], call.pool_size
@@ -97,7 +104,8 @@ def _launches(call: CompressedCall, plan: AttentionPlan) -> list[Launch]:
         "token_keys_ptr": token_keys,
         "num_indices": num_indices,
         "sliding_window": call.sliding_window,
-        **strides("block slot", latent=call.kv_cache, entry=entries),
+        **strides("block slot", latent=rows.codes, rope=rows.rope, scales=rows.exponents),
+        **strides("block slot", entry=parts.codes, entry_rope=parts.rope, entry_scales=parts.exponents),
         **strides("seq", entry_table=call.entry_table),
         **strides("token", indices=call.indices),
         **strides("position", cos_sin=call.cos_sin_cache),
@@ -107,3 +115,17 @@ def _launches(call: CompressedCall, plan: AttentionPlan) -> list[Launch]:
         "POOL_SIZE": pool_size,
     }
     return launches_of_tiles(_compressed_attention_kernel, call, shape, token_plan, arguments, lambda _: ({}, {}))
+
+
+class _Parts(NamedTuple):
+    """Views of a cache as the kernel takes them: its numbers, or codes, bfloat16 numbers and exponents of records."""
+
+    codes: torch.Tensor | None
+    rope: torch.Tensor | None
+    exponents: torch.Tensor | None
+
+
+def _parts(cache: torch.Tensor | None) -> _Parts:
+    if cache is None or cache.dtype != torch.uint8:
+        return _Parts(cache, None, None)
+    return _Parts(*record_parts(cache))

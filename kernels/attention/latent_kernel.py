@@ -18,6 +18,7 @@ from .merge_splits import LOG2E, Output, _clear_padding, _locate_rows, _store_ro
 from .plan_kernel import ITEM_SIZE
 
 _GROUP = tl.constexpr(128)  # latents that share a scale in the published fp8 form
+_RECORD_GROUP = tl.constexpr(64)  # codes that share a power of two in a record, and bfloat16 numbers behind them
 
 
 class Latents(NamedTuple):
@@ -51,6 +52,35 @@ def _load_rows(ptrs, key_mask, dim_mask, MASKED: tl.constexpr):
     else:
         rows = tl.load(ptrs)
     return rows
+
+
+@triton.jit
+def _load_records(
+    latents,
+    block,  # [BLOCK_N], blocks of the cache; a scalar if one holds all keys
+    slots,  # Slots
+    key_mask,
+    dtype: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Load records of DeepSeek-V4 as numbers [BLOCK_N, DIM]: codes with a power of two for each 64, then bfloat16."""
+    offs = tl.arange(0, DIM)
+    offs_g = tl.arange(0, DIM // _RECORD_GROUP)
+    is_code = offs < DIM - _RECORD_GROUP
+    rows = row_offsets(block, slots, latents.stride_block, latents.stride_slot)
+    codes = _load_rows(latents.latent_ptr + rows[:, None] + offs[None, :], key_mask, is_code, True)
+    rope_rows = row_offsets(block, slots, latents.stride_rope_block, latents.stride_rope_slot)
+    rope_ptrs = latents.rope_ptr + rope_rows[:, None] + (offs - (DIM - _RECORD_GROUP))[None, :]
+    rope = tl.load(rope_ptrs, mask=key_mask[:, None] & (offs >= DIM - _RECORD_GROUP)[None, :], other=0.0)
+    scale_rows = row_offsets(block, slots, latents.stride_scales_block, latents.stride_scales_slot)
+    scale_ptrs = latents.scales_ptr + scale_rows[:, None] + offs_g[None, :]
+    exponents = _load_rows(scale_ptrs, key_mask, offs_g < DIM // _RECORD_GROUP - 1, True).to(tl.int32)
+    scales = tl.where(exponents == 255, float("nan"), (exponents << 23).to(tl.float32, bitcast=True))
+    numbers = decode_e4m3(codes, NATIVE_FP8).to(tl.float32)
+    numbers = numbers.reshape(BLOCK_N, DIM // _RECORD_GROUP, _RECORD_GROUP) * scales[:, :, None]
+    return tl.where(is_code[None, :], numbers.reshape(BLOCK_N, DIM), rope.to(tl.float32)).to(dtype)
 
 
 @triton.jit
@@ -130,10 +160,15 @@ def _attend(
             key_mask = (keys >= 0) & (keys < num_keys)
             block = tl.load(latents.table_ptr + keys // KV_BLOCK_SIZE, mask=key_mask, other=0)
             slots = Slots(first=index * 0, offsets=keys % KV_BLOCK_SIZE)
-        latent, rope = _load_block(
-            latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], q_rope.shape[1], BLOCK_N, KIND,
-            NATIVE_FP8, MASKED,
-        )  # fmt: skip
+        if KIND == "record":
+            latent = _load_records(
+                latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], BLOCK_N, NATIVE_FP8
+            )
+        else:
+            latent, rope = _load_block(
+                latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], q_rope.shape[1], BLOCK_N, KIND,
+                NATIVE_FP8, MASKED,
+            )  # fmt: skip
         scores = dot(q_latent, tl.trans(latent), tl.zeros([q_latent.shape[0], BLOCK_N], tl.float32))
         if HAS_ROPE:
             scores = dot(q_rope, tl.trans(rope), scores)

@@ -6,8 +6,16 @@ from typing import Any
 
 import torch
 
-from ..cache.latent_cache import check_latent_cache
-from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor, check_writable
+from ..cache.latent_cache import check_rows
+from ..core.checks import (
+    FLOAT_DTYPES,
+    MAX_HEAD_DIM,
+    check_dtype,
+    check_last_dim_contiguous,
+    check_sequences_fit,
+    check_tensor,
+    check_writable,
+)
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Run, operation
@@ -60,9 +68,10 @@ def paged_compressed_attention(
     Args:
         q: [num_tokens, num_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; head_dim is a
             multiple of 16 up to 512. Rows beyond cu_seqlens_q[-1] are padding and give 0 and -inf.
-        kv_cache: [num_blocks, block_size, head_dim], dtype of q, last dimension contiguous.
-        entry_cache: [num_entry_blocks, entries of a block, head_dim], likewise; entry s pools the positions from
-            s * pool_size on. None for a layer with a window alone.
+        kv_cache: [num_blocks, block_size, head_dim], dtype of q; or uint8 [num_blocks, block_size, 584], records of a
+            head_dim of 512: see `kernels.cache.latent_cache.encode_records`. Last dimension contiguous.
+        entry_cache: [num_entry_blocks, entries of a block, head_dim or 584], of the same dtype; entry s pools the
+            positions from s * pool_size on. None for a layer with a window alone.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Blocks before the windows of all queries are not read.
         cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
         seq_lens: int32 [num_seqs], positions in the cache, new tokens included.
@@ -103,9 +112,12 @@ def paged_compressed_attention(
     sliding_window = as_int("sliding_window", sliding_window, 1, NO_LIMIT)
     pool_size = as_int("pool_size", pool_size, 1, NO_LIMIT)
     return_lse, deterministic = as_bool("return_lse", return_lse), as_bool("deterministic", deterministic)
-    _check_cache("kv_cache", kv_cache, q)
+    check_rows("kv_cache", kv_cache, q)
+    head_dim = q.shape[2]
+    if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
+        raise InvalidInputError(f"q: head_dim {head_dim}, expected a multiple of 16 from 16 to {MAX_HEAD_DIM}")
     check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
-    _check_entries(q, entry_cache, entry_table, indices, len(seq_lens))
+    _check_entries(q, kv_cache, entry_cache, entry_table, indices, len(seq_lens))
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), FLOAT_DTYPES, q.device)
     if cos_sin_cache is not None:
@@ -154,15 +166,9 @@ def paged_compressed_attention(
     return bind_step
 
 
-def _check_cache(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
-    """Raise InvalidInputError unless a cache has rows that fit the queries."""
-    head_dim = q.shape[2]
-    check_tensor(name, cache, ("num_blocks", "block_size", head_dim), (q.dtype,), q.device)
-    check_latent_cache(cache, head_dim, q.dtype)
-
-
 def _check_entries(
     q: torch.Tensor,
+    kv_cache: torch.Tensor,
     entry_cache: torch.Tensor | None,
     entry_table: torch.Tensor | None,
     indices: torch.Tensor | None,
@@ -176,7 +182,8 @@ def _check_entries(
         return
     if entry_table is None:
         raise InvalidInputError("entry_table: None with entry_cache, expected int32 [num_seqs, blocks of entries]")
-    _check_cache("entry_cache", entry_cache, q)
+    check_rows("entry_cache", entry_cache, q)
+    check_dtype("entry_cache", entry_cache, kv_cache.dtype)
     check_tensor("entry_table", entry_table, (num_seqs, "max_entry_blocks_per_seq"), (torch.int32,), q.device)
     check_last_dim_contiguous("entry_table", entry_table)
     if indices is not None:

@@ -61,7 +61,7 @@ _16KB = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32, 1024: 16}
 # The same, with at most 64 keys, and with at most 32.
 _64_KEYS = {32: 64, 64: 64, 128: 64, 256: 64, 512: 32, 1024: 16}
 _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
-_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4",), ("packed",)
+_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4",), ("packed", "record")
 # Kinds with scales of rows.
 _INT8 = ("int8", *_INT4)
 _FP8 = ("e4m3", "e5m2")
@@ -250,8 +250,8 @@ PREFILL_FLOAT32: dict[str, tuple[Row, ...]] = {
 }
 
 # Tiles of latents. The sums of 64 rows of 512 elements take 128 registers of a thread in 8 warps, and their queries 72
-# KB of shared memory. So one program fills an SM. Codes with scales ("packed" and e4m3) pass through registers in
-# float32, so their tiles have fewer rows: 64 rows of e4m3 would spill 75 registers.
+# KB of shared memory. So one program fills an SM. Codes with scales ("packed", "record" and e4m3) pass through
+# registers in float32, so their tiles have fewer rows: 64 rows of e4m3 would spill 75 registers, of records 390.
 LATENTS: dict[str, tuple[Row, ...]] = {
     # sm_90 takes 64 keys at once, because with 32 keys it would read the queries from shared memory twice as often for
     # each key. sm_100 takes 32 keys, because tcgen05 needs a copy of the latents in shared memory. See limits.md.

@@ -154,6 +154,30 @@ def decode_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) ->
     return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
 
 
+def stored_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return rows of plain numbers, or records, as numbers of a float dtype."""
+    if rows.dtype == torch.uint8:
+        return decode_records(rows, dtype)
+    return rows.to(dtype)
+
+
+def check_rows(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
+    """Raise InvalidInputError unless a cache holds rows that fit queries [.., head_dim]: numbers like q, or records."""
+    head_dim = q.shape[-1]
+    check_tensor(name, cache, ("num_blocks", "block_size", "size"), (q.dtype, torch.uint8), q.device)
+    check_last_dim_contiguous(name, cache)
+    if cache.shape[1] == 0:
+        raise InvalidInputError(f"{name}: block_size 0, expected at least 1")
+    if cache.dtype != torch.uint8:
+        check_tensor(name, cache, (*cache.shape[:2], head_dim))
+        return
+    if (cache.shape[2], head_dim) != (RECORD_BYTES, RECORD_DIM):
+        expected = f"{RECORD_BYTES} and {RECORD_DIM} of a uint8 cache"
+        raise InvalidInputError(f"{name}: {cache.shape[2]} bytes a row and head_dim {head_dim}, expected {expected}")
+    if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:2]):
+        raise InvalidInputError(f"{name}: strides {cache.stride()}, expected multiples of 2 bytes")
+
+
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
     """Return 2^(exponent - 127) in float32, NaN for 255. The range of exponents is that of float32's normal numbers."""
     exponents = exponents.int()

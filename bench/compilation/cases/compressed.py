@@ -10,7 +10,9 @@ from paged.bench.compilation.cases.launches import empty, launch_case
 from paged.kernels.attention.compressed_kernel import _compressed_attention_kernel
 from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
 
-_ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "entry_block", "entry_slot", "out_token", "out_head")
+# Strides in multiples of 16; those of records are not.
+_ALIGNED = ("q_token", "q_head", "out_token", "out_head")
+_ALIGNED_ROWS = ("latent_block", "latent_slot", "entry_block", "entry_slot")
 _HEAD_DIM = 512
 
 
@@ -26,11 +28,21 @@ def cases() -> list[CompileCase]:
             _case(target, 16, pool_size=4, is_chosen=True),
             _case(target, 32, pool_size=4, is_chosen=True),
             _case(target, 16, dtype="fp32", pool_size=4, is_chosen=True),
+            _case(target, 64, pool_size=128, is_record=True),
+            _case(target, 64, pool_size=4, is_chosen=True, is_record=True),
         ]
     return compiled
 
 
-def _case(target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 0, is_chosen: bool = False) -> CompileCase:
+def _case(
+    target: str,
+    heads: int,
+    *,
+    dtype: str = "bf16",
+    pool_size: int = 0,
+    is_chosen: bool = False,
+    is_record: bool = False,
+) -> CompileCase:
     """Return a decode step of one token. pool_size: 0 for a window alone."""
     options: dict[str, Any] = {
         "block_table": empty("i32", 1, 8192),
@@ -43,15 +55,18 @@ def _case(target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 0, i
         "cos_sin_cache": empty("fp32", 1, 64),
         "return_lse": True,
     }
-    words = [f"{heads} heads", dtype]
+    words, element, size, aligned = [f"{heads} heads", dtype], dtype, _HEAD_DIM, [*_ALIGNED, *_ALIGNED_ROWS]
+    if is_record:
+        words.append("records")
+        element, size, aligned = "u8", 584, [*_ALIGNED]
     if pool_size:
         words.append(f"pools of {pool_size}")
-        entries = empty(dtype, 4, 128 // pool_size, _HEAD_DIM)
+        entries = empty(element, 4, 128 // pool_size, size)
         options |= {"entry_cache": entries, "entry_table": empty("i32", 1, 8192), "pool_size": pool_size}
     if is_chosen:
         words.append("chosen")
         options["indices"] = empty("i32", 1, 512)
-    q, cache = empty(dtype, 1, heads, _HEAD_DIM), empty(dtype, 4, 128, _HEAD_DIM)
+    q, cache = empty(dtype, 1, heads, _HEAD_DIM), empty(element, 4, 128, size)
     launch, programs_per_sm = planned_launch(
         _compressed_attention_kernel, target, paged_compressed_attention, q, cache, **options
     )
@@ -64,7 +79,7 @@ def _case(target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 0, i
     return launch_case(
         f"paged_compressed_attention {' '.join(words)} {block_m} x {block_n} for {target}",
         launch,
-        aligned=tuple(f"stride_{name}" for name in _ALIGNED),
+        aligned=tuple(f"stride_{name}" for name in aligned),
         expect=expect,
         targets=(target,),
         programs_per_sm=programs_per_sm,

@@ -182,7 +182,9 @@ def paged_compressed_attention(
     cos_sin_cache: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`paged_compressed_attention`'s out and lse, one row and one head at a time; pairs turn as complex numbers."""
-    q, cache, out = f64(q), f64(kv_cache), torch.zeros_like(f64(q))
+    q, cache, out = f64(q), _numbers_of_rows(kv_cache), torch.zeros_like(f64(q))
+    if entry_cache is not None:
+        entry_cache = _numbers_of_rows(entry_cache)
     lse = torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
     offsets = cu_seqlens_q.tolist()
     for seq, seq_len in enumerate(seq_lens.tolist()):
@@ -197,7 +199,7 @@ def paged_compressed_attention(
                 for entry in chosen:
                     if entry in closed:
                         block = int(entry_table[seq, entry // entry_cache.shape[1]])
-                        keys.append(f64(entry_cache[block, entry % entry_cache.shape[1]]))
+                        keys.append(entry_cache[block, entry % entry_cache.shape[1]])
             numbers = torch.stack(keys) if keys else q.new_zeros(0, q.shape[2])
             for head in range(q.shape[1]):
                 scores = numbers @ q[row, head] * softmax_scale
@@ -212,6 +214,16 @@ def paged_compressed_attention(
                 pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, -sin)
                 turned.copy_(torch.view_as_real(pairs).flatten(-2))
     return out, lse
+
+
+def _numbers_of_rows(cache: torch.Tensor) -> torch.Tensor:
+    """The numbers that rows of `paged_compressed_attention` stand for."""
+    if cache.dtype != torch.uint8:
+        return f64(cache)
+    rows = cache.cpu().contiguous()
+    powers = 2.0 ** (rows[..., 576:583].double() - 127)
+    codes = f64(rows[..., :448].view(torch.float8_e4m3fn)) * powers[..., torch.arange(448) // 64]
+    return torch.cat([codes, f64(rows[..., 448:576].contiguous().view(torch.bfloat16))], -1)
 
 
 def numbers_of_keys(key_cache: torch.Tensor, head_dim: int) -> torch.Tensor:

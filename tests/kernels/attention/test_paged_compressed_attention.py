@@ -24,7 +24,7 @@ from tests.tolerance import assert_within
 attention = paged.kernels.attention
 CARD = CARDS["paged_compressed_attention"]
 HALF = [replace(PROBLEMS[1], name=f"chosen {dtype}", dtype=dtype) for dtype in (torch.float16, torch.bfloat16)]
-FAST = {"chosen entries", "split"}
+FAST = {"chosen entries", "split", "records"}
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
@@ -87,6 +87,7 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         arguments,
         ("kv_cache", arguments["kv_cache"][..., :16], "kv_cache: shape"),
         ("entry_cache", entries.half(), "entry_cache: dtype"),
+        ("kv_cache", torch.zeros(3, 16, 584, dtype=torch.uint8, device=device), "584 bytes a row and head_dim 32"),
         ("entry_cache", None, "entry_table: given without entry_cache"),
         ("entry_table", None, "entry_table: None with entry_cache"),
         ("entry_table", table[:1], "entry_table: shape"),
@@ -113,6 +114,8 @@ MUTATIONS = {
     "rotation forwards": ("all", "a * cos + b * sin, b * cos - a * sin", "a * cos - b * sin, b * cos + a * sin"),
     "rotated numbers of splits": ("split", "_store(partial_ptrs + UNROTATED, last", "_store(partial_ptrs, last"),
     "the angles of the next position": ("all", "token, volatile=True) - 1", "token, volatile=True)"),
+    "the scale of a neighbour": ("records", "scale_rows[:, None] + offs_g", "scale_rows[:, None] + (offs_g ^ 1)"),
+    "rotated numbers elsewhere": ("records", "rope_rows[:, None] + (offs - (", "rope_rows[:, None] + (offs + 1 - ("),
     "the choice of another token": ("chosen", "indices_ptr + token * stride", "indices_ptr + 0 * token * stride"),
     "entries of another sequence": ("all", "seq * stride_entry_table_seq", "0 * seq * stride_entry_table_seq"),
     "the block of entries before": ("split", "tl.maximum(begin - window_blocks, 0)",
@@ -124,6 +127,7 @@ MUTATED = (
     Problem("all", ((1, 143), (4, 90)), padding_rows=1),
     Problem("split", ((1, 1500),), heads=1, pool_size=2, entry_block_size=16),
     Problem("chosen", ((4, 90),), chosen=12),
+    Problem("records", ((1, 60),), heads=1, head_dim=512, is_record=True),
 )
 
 
