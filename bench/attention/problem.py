@@ -39,6 +39,7 @@ class Problem:
     deterministic: bool = False
     # (positions of a chosen block, entries of a row): random blocks, in disorder among entries of -1; (0, 0): all keys.
     chosen: tuple[int, int] = (0, 0)
+    kept: float = 0.0  # part of the blocks of a token that its successor chooses, too; 0: each token draws its own
     coverage: bool = False  # q = 0, V is one-hot of the position: every key counts the same, so a dropped key shows
 
 
@@ -149,7 +150,10 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
             start += q_len
         chosen["mask"] = mask.to(device)
     if problem.chosen[1]:
-        blocks = draw_blocks(problem.lengths, problem.padding_rows, num_kv_heads, *problem.chosen)
+        if problem.kept:
+            blocks = draw_similar_blocks(problem.lengths, num_kv_heads, *problem.chosen, problem.kept)
+        else:
+            blocks = draw_blocks(problem.lengths, problem.padding_rows, num_kv_heads, *problem.chosen)
         chosen["chosen_blocks"] = blocks.to(device)
         chosen["chosen_block_size"] = problem.chosen[0]
     return chosen
@@ -179,6 +183,28 @@ def draw_blocks(
                 blocks = blocks[: max(count - 1, 1)]
                 places = torch.randperm(count)[: len(blocks)]
                 chosen[row, head, places] = blocks.int()
+            row += 1
+    return chosen
+
+
+def draw_similar_blocks(
+    lengths: tuple[tuple[int, int], ...], num_kv_heads: int, block_size: int, count: int, kept: float
+) -> torch.Tensor:
+    """Draw int32 [num_tokens, num_kv_heads, count] blocks, of which a token's successor keeps the part `kept`.
+
+    A token chooses its own block and count - 1 others before it, or all if there are no more.
+    """
+    chosen = torch.full((sum(q_len for q_len, _ in lengths), num_kv_heads, count), -1, dtype=torch.int32)
+    row = 0
+    for q_len, seq_len in lengths:
+        ranks = torch.rand(num_kv_heads, math.ceil(seq_len / block_size))
+        for position in range(seq_len - q_len, seq_len):
+            own = position // block_size
+            chosen[row, :, 0] = own
+            best = ranks[:, :own].topk(min(count - 1, own)).indices  # [Hkv, k - 1]
+            chosen[row, :, 1 : best.shape[1] + 1] = best
+            is_replaced = torch.rand(best.shape) >= kept
+            ranks.scatter_(1, best, ranks.gather(1, best) * ~is_replaced)
             row += 1
     return chosen
 

@@ -103,6 +103,9 @@ PROBLEMS = (
     Problem("chosen blocks of int8", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=INT8, head_dim=48, v_head_dim=24),
     Problem("chosen blocks of int4", ((1, 60), (9, 50)), chosen=(32, 2), cache_dtype=INT4, head_dim=80, v_head_dim=24),
     Problem("chosen blocks of 70 heads a group", ((2, 60),), heads=(70, 1), chosen=(16, 2), head_dim=16),
+    Problem(
+        "chosen blocks of a prompt", ((23, 90), (1, 70), (6, 50)), chosen=(16, 4), kept=0.8, heads=(8, 2), dtype=HALF
+    ),
     Problem("chosen keys", ((1, 60), (9, 50)), chosen=(1, 30), deterministic=True),
     Problem("coverage", ((1, 2011), (1, 37), (25, 64)), heads=(1, 1), head_dim=64, coverage=True),
 )

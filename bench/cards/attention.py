@@ -45,6 +45,11 @@ _CHOSEN = {
     "dim": same(128),
     "chosen": same((128, 16)),
 }
+_CHOSEN_PROMPT = {
+    **_CHOSEN,
+    "lengths": ([(512, 1 << 17)], [(64, 1 << 13)], [(20, 3000), (1, 300), (6, 700)]),
+    "kept": same(0.9),
+}
 _CASCADE = {"prefix": (32768, 1024, 64), "suffix": (512, 64, 20), "sequences": (64, 8, 3), **_SIZES}
 # Latents of DeepSeek-V3 (DeepSeek-AI, 2024), with 64 decodes of 8k.
 _LATENT_LENGTHS = ([(1, 8192)] * 64, [(1, 512)] * 4, [(1, 200), (1, 33)])
@@ -82,11 +87,13 @@ def _step(
     cache: str = "",
     return_lse: bool = False,
     chosen: tuple[int, int] = (0, 0),
+    kept: float = 0.0,
 ) -> Arguments:
     """Draw a step.
 
     cache: name of the caches' `KvKind` with scales; "" for the dtype of q.
     chosen: positions of a chosen block and blocks of a query; (0, 0) for all keys.
+    kept: as in `Problem`.
     """
     groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
     chosen_block_size, count = chosen
@@ -100,6 +107,8 @@ def _step(
         arguments["return_lse"] = True
     if count:
         blocks = attention_problem.draw_blocks(tuple(lengths), 0, heads[1], chosen_block_size, count)
+        if kept:
+            blocks = attention_problem.draw_similar_blocks(tuple(lengths), heads[1], chosen_block_size, count, kept)
         arguments |= {"chosen_blocks": blocks.to(draw.device), "chosen_block_size": chosen_block_size}
     if cache:
         for name in ("k", "v"):
@@ -151,7 +160,8 @@ def chosen_keys(lengths: Lengths, chosen: torch.Tensor, size: int) -> tuple[int,
         seen = (ends - blocks * size).clamp(0, size) * (blocks >= 0)
         pairs += int(seen.sum())
         longest = torch.zeros(blocks.shape[1], -(-seq_len // size) + 1, dtype=torch.long)
-        places = blocks.where(blocks >= 0, longest.shape[1] - 1).transpose(0, 1).flatten(1)
+        last = longest.shape[1] - 1  # takes entries without a key
+        places = blocks.where(blocks >= 0, last).clamp(max=last).transpose(0, 1).flatten(1)
         longest.scatter_reduce_(1, places, seen.transpose(0, 1).flatten(1), "amax")
         keys += int(longest.sum())
     return pairs, keys
@@ -361,6 +371,7 @@ CARDS = (
             Row({"lengths": _DECODES, **_SIZES, "cache": same("int4")}, "decode int4"),
             Row({"lengths": _MIXED, **_SIZES}, "mixed"),
             Row(_CHOSEN, "chosen"),
+            Row(_CHOSEN_PROMPT, "chosen prompt"),
         ),
         edges=tuple(Edge(case.name, partial(_option, case), case.name in _QUICK) for case in PROBLEMS),
         odd={

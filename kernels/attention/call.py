@@ -23,18 +23,28 @@ class AttentionShape(PlanShape):
     """Everything besides the lengths that a schedule of `paged_attention` depends on.
 
     box, more_scores: as in `tiles.decode_tile`.
-    chosen: whether each token chooses its blocks, so that it is a sequence of its own.
+    bundle_tokens: tokens that share a tile, and so a union, if each token chooses its blocks. 0 without chosen blocks.
     """
 
     box: int = 0
     more_scores: bool = False
-    chosen: bool = False
+    bundle_tokens: int = 0
+
+    @property
+    def decode_rows(self) -> int:
+        return self.group if self.bundle_tokens else DECODE_MAX_ROWS
 
     def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
         sizes = (self.head_dim, self.v_head_dim, self.element_size, arch, self.box)
         options: dict[str, Any] = {"more_scores": self.more_scores, "kind": self.kind}
+        if self.bundle_tokens:
+            phases = {"decode": tiles.decode_tile(*sizes, rows=self.group, **options)}
+            if self.bundle_tokens > 1:
+                most_rows = self.bundle_tokens * self.group
+                phases["prefill"] = tiles.decode_tile(*sizes, rows=most_rows, union=True, **options)
+            return phases
         phases = {"decode": tiles.decode_tile(*sizes, rows=rows, **options)}
-        if rows > DECODE_MAX_ROWS and not self.chosen:
+        if rows > DECODE_MAX_ROWS:
             phases["prefill"] = tiles.prefill_tile(*sizes, **options)
         return phases
 
@@ -137,26 +147,42 @@ class AttentionCall(NamedTuple):
         """The shape that schedules depend on."""
         num_tokens, num_q_heads, head_dim = self.q.shape
         num_kv_heads, arch = self.k_cache.shape[2], device_of(self.q.device).arch
-        is_chosen = self.chosen_blocks is not None
+        group, kind = num_q_heads // num_kv_heads, kv_kind(self.k_cache.dtype).name
+        more_scores = self.softcap > 0 or self.alibi_slopes is not None or self.mask is not None
         # The plan of chosen blocks counts entries, which window and chunk do not shorten.
-        window, chunk_size, box = (NO_LIMIT, NO_LIMIT), 0, 0
-        if not is_chosen:
+        window, chunk_size, box, bundle_tokens = (NO_LIMIT, NO_LIMIT), 0, 0, 0
+        if self.chosen_blocks is None:
             window, chunk_size = self.window, self.chunk_size
-        if not is_chosen and kv_kind(self.k_cache.dtype).numbers_per_element == 1:
-            box = min(_box_keys(self.k_cache, arch), _box_keys(self.v_cache, arch))
+            if kv_kind(self.k_cache.dtype).numbers_per_element == 1:
+                box = min(_box_keys(self.k_cache, arch), _box_keys(self.v_cache, arch))
+        elif self.mask is not None:
+            bundle_tokens = 1
+        else:
+            bundle_tokens = tiles.bundle_tokens(
+                head_dim,
+                self.v_head_dim,
+                self.q.element_size(),
+                arch,
+                group=group,
+                num_queries=self.max_seqlen_q,
+                num_chosen=self.chosen_blocks.shape[2],
+                more_scores=more_scores,
+                kind=kind,
+                deterministic=self.deterministic,
+            )
         return AttentionShape(
             num_tokens=num_tokens,
             num_kv_heads=num_kv_heads,
-            group=num_q_heads // num_kv_heads,
+            group=group,
             head_dim=head_dim,
             v_head_dim=self.v_head_dim,
             element_size=self.q.element_size(),
             window=window,
             chunk_size=chunk_size,
             box=box,
-            chosen=is_chosen,
-            more_scores=self.softcap > 0 or self.alibi_slopes is not None or self.mask is not None,
-            kind=kv_kind(self.k_cache.dtype).name,
+            bundle_tokens=bundle_tokens,
+            more_scores=more_scores,
+            kind=kind,
             deterministic=self.deterministic,
         )
 

@@ -256,7 +256,7 @@ def choose_blocks(
         raise InvalidInputError(f"reduction: {shown(reduction)}, expected 'max' or 'mean'")
     shape = _shape(q, key_cache, weights, block_table, top_k, size, pool_size, local_blocks)
     by_triton = use_triton(q)
-    if not by_triton and not takes_numba(q, key_cache, weights=(weights,)):
+    if not by_triton and not takes_numba(q, weights=(weights,)):
         return _run_definition
     _, num_lists, num_columns = shape
     if len(seq_lens) == 0 or 0 in shape:

@@ -8,7 +8,7 @@ import torch
 
 from ..core.checks import check_is_tensor
 from ..core.compat import dot, tl, triton
-from ..core.device import use_triton
+from ..core.device import takes_numba, use_triton
 from ..core.dtypes import decode_e4m3
 from ..core.errors import as_int
 from ..core.launch import wait_for_inputs
@@ -161,15 +161,21 @@ def choose_keys(
     top_k, pool_size = as_int("top_k", top_k, 1), as_int("pool_size", pool_size, 1, NO_LIMIT)
     check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size)
     shape = _shape(q, key_cache, block_table, top_k)
-    if not use_triton(q):
+    by_triton = use_triton(q)
+    if not by_triton and (pool_size > 1 or not takes_numba(q, weights=(weights,))):
         return _run_definition
     max_keys = block_table.shape[1] * key_cache.shape[1]
     if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
+    spans = token_spans(len(q), max_keys, _MAX_SCORES)
+    if not by_triton:
+        from ..cpu.attention.choose_blocks import bind_keys
+
+        return bind_keys(q, key_cache, weights, block_table, shape[1], spans)
     block_n, _ = index_tile(q.element_size())
     launches = SpanLaunches(
         _index_scores_kernel,
-        token_spans(len(q), max_keys, _MAX_SCORES),
+        spans,
         triton.cdiv(max_keys, KEYS_PER_PROGRAM),
         q,
         weights,

@@ -18,12 +18,22 @@ from .chosen_kernel import _chosen_attention_kernel
 from .keys import NO_LIMIT
 from .latent_kernel import _mla_attention_kernel
 from .merge_splits import merge_launch, shared_arguments
-from .plan import AttentionPlan, AttentionTile, PlanShape, outputs, padded_head_dim, plan_of_tokens, reference_to
+from .plan import (
+    AttentionPlan,
+    AttentionSchedule,
+    PlanShape,
+    outputs,
+    padded_head_dim,
+    plan_of_bundles,
+    plan_of_tokens,
+    reference_to,
+)
 from .tile_kernels import _attention_kernel
 from .tiles import MAX_KEYS_AT_ONCE, ONE_LOOP_ROWS
+from .union_kernel import UNION_TENSORS, union_launch
 
-TileArguments = Callable[[AttentionTile], tuple[dict[str, Any], Mapping[str, Box]]]
-"""Returns the kernel's arguments that depend on the tile, and the tensors that it takes as boxes."""
+ScheduleArguments = Callable[[AttentionSchedule], tuple[dict[str, Any], Mapping[str, Box]]]
+"""Returns the kernel's arguments that depend on the schedule, and the tensors that it takes as boxes."""
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
@@ -188,6 +198,7 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
         "HEAD_DIM": shape.head_dim,
         "HEAD_DIM_PADDED": width,
         "KV_BLOCK_SIZE": k_cache.shape[1],
+        "HAS_WINDOW": call.window[0] < NO_LIMIT or call.chunk_size > 0,
         "CHUNK_SIZE": call.chunk_size,
         "HAS_SOFTCAP": call.softcap > 0,
     }
@@ -195,7 +206,6 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
         return _chosen_launches(call, plan, arguments)
     arguments |= {
         **_lengths(plan),
-        "HAS_WINDOW": call.window[0] < NO_LIMIT or call.chunk_size > 0,
         "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
         # Take values from the loaded keys only if both have the same padded width. With wider keys, the product of
         # weights and values would be wider, too, so values are loaded again.
@@ -203,14 +213,14 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
         "SHARED_KV": call.shares_cache and width == v_width and shape.kind != "int4",
     }
 
-    def by_tile(tile: AttentionTile) -> tuple[dict[str, Any], Mapping[str, Box]]:
-        boxes = {}
+    def by_schedule(schedule: AttentionSchedule) -> tuple[dict[str, Any], Mapping[str, Box]]:
+        tile, boxes = schedule.tile, {}
         if tile.by_tma:
             for name, cache, size in (("k_cache", k_cache, width), ("v_cache", v_cache, v_width)):
                 boxes[name] = Box(cache.shape, cache.stride(), (1, tile.block_n, 1, size))
         return {"USE_TMA": tile.by_tma, "EDGE_STAGES": tile.edge_stages}, boxes
 
-    return launches_of_tiles(_attention_kernel, call, shape, plan, arguments, by_tile, call.is_causal)
+    return launches_of_tiles(_attention_kernel, call, shape, plan, arguments, by_schedule, call.is_causal)
 
 
 def _chosen_launches(call: AttentionCall, plan: AttentionPlan, arguments: Mapping[str, Any]) -> list[Launch]:
@@ -219,17 +229,33 @@ def _chosen_launches(call: AttentionCall, plan: AttentionPlan, arguments: Mappin
     assert chosen is not None
     if not len(call.seq_lens):
         return []
-    token_plan, token_keys = plan_of_tokens(plan, len(chosen), chosen.shape[2] * size, causal=False)
-    arguments = {
-        **arguments,
+    shape, num_chosen = call.shape, chosen.shape[2]
+    # Neighbours choose mostly the same blocks, so plan a bundle's keys as those of one token.
+    bundle_plan, bundle_seqs = plan_of_bundles(plan, len(chosen), num_chosen * size, shape.bundle_tokens)
+    lists = {
         "step_offsets_ptr": plan.cu_seqlens_q,
         "step_lengths_ptr": plan.seq_lens,
-        "token_seqs_ptr": token_keys[0],
-        "num_chosen": chosen.shape[2],
+        "bundle_offsets_ptr": bundle_plan.cu_seqlens_q,
+        "bundle_seqs_ptr": bundle_seqs,
+        "num_chosen": num_chosen,
         **strides("token head", chosen=chosen),
         "CHOSEN_SIZE": size,
     }
-    return launches_of_tiles(_chosen_attention_kernel, call, call.shape, token_plan, arguments, lambda _: ({}, {}))
+    launches: list[Launch] = []
+    union: dict[str, Any] = {}
+    if shape.bundle_tokens > 1:
+        names = "is_causal_ptr", "window_left", "window_right", "CHUNK_SIZE"
+        rules = {name: arguments[name] for name in names}
+        launch, union = union_launch(chosen, len(bundle_seqs), shape.bundle_tokens, {**lists, **rules})
+        launches.append(launch)
+
+    def by_schedule(schedule: AttentionSchedule) -> tuple[dict[str, Any], Mapping[str, Box]]:
+        if schedule.phase == "prefill":
+            return union, {}
+        return {**dict.fromkeys(UNION_TENSORS), "max_entries": 0}, {}
+
+    arguments = {**arguments, **lists}
+    return launches + launches_of_tiles(_chosen_attention_kernel, call, shape, bundle_plan, arguments, by_schedule)
 
 
 def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
@@ -256,10 +282,10 @@ def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
         "HAS_WINDOW": has_window,
     }
 
-    def by_tile(tile: AttentionTile) -> tuple[dict[str, Any], Mapping[str, Box]]:
-        return {"ONE_LOOP": shape.chosen or has_window or tile.block_m > ONE_LOOP_ROWS}, {}
+    def by_schedule(schedule: AttentionSchedule) -> tuple[dict[str, Any], Mapping[str, Box]]:
+        return {"ONE_LOOP": shape.chosen or has_window or schedule.tile.block_m > ONE_LOOP_ROWS}, {}
 
-    return launches_of_tiles(_mla_attention_kernel, call, shape, plan, arguments, by_tile)
+    return launches_of_tiles(_mla_attention_kernel, call, shape, plan, arguments, by_schedule)
 
 
 def _lengths(plan: AttentionPlan) -> dict[str, torch.Tensor]:
@@ -273,7 +299,7 @@ def launches_of_tiles(
     shape: PlanShape,
     plan: AttentionPlan,
     arguments: Mapping[str, Any],
-    by_tile: TileArguments,
+    by_schedule: ScheduleArguments,
     is_causal: torch.Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches of a kernel over the plan's tiles, each before the merge of its splits.
@@ -287,7 +313,7 @@ def launches_of_tiles(
     for index, schedule in enumerate(schedules):
         tile = schedule.tile
         shared = shared_arguments(call.out_strides, shape, schedule)
-        tile_arguments, boxes = by_tile(tile)
+        schedule_arguments, boxes = by_schedule(schedule)
         launches.append(
             Launch(
                 kernel,
@@ -295,7 +321,7 @@ def launches_of_tiles(
                 {
                     **shared,
                     **arguments,
-                    **tile_arguments,
+                    **schedule_arguments,
                     **strides("token head", q=call.q),
                     **strides("seq", table=call.block_table),
                     "items_ptr": schedule.items,

@@ -79,6 +79,7 @@ class AttentionSchedule:
     """The work list of the tiles of one phase on the device, and the upper bounds of its launches.
 
     Attributes:
+        phase: "decode" or "prefill".
         items: int32 [max_items, 5]: sequence, tile in it, first and one past the last block of BLOCK_N keys, slot of
             the partial result or -1 if the tile is not split.
         split_tiles: int32 [max_split_tiles, 4]: sequence, tile, first slot, number of slots.
@@ -89,6 +90,7 @@ class AttentionSchedule:
         partial_lse: float32 [max_slots, num_kv_heads, BLOCK_M], base 2, likewise.
     """
 
+    phase: str
     tile: AttentionTile
     items: torch.Tensor
     split_tiles: torch.Tensor
@@ -122,8 +124,13 @@ class PlanShape:
     kind: str = ""
     deterministic: bool = False
 
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of a sequence that takes the tile of "decode" if there is one of "prefill"."""
+        return DECODE_MAX_ROWS
+
     def tiles(self, arch: str, rows: int) -> dict[str, AttentionTile]:
-        """Return the tile of "decode" and, for sequences with more than DECODE_MAX_ROWS rows, the tile of "prefill".
+        """Return the tile of "decode" and, for sequences with more than `decode_rows` rows, the tile of "prefill".
 
         Without "prefill", all sequences take the tile of "decode".
 
@@ -178,6 +185,7 @@ class AttentionPlan:
         # Groups of queries of the definition, which all layers share.
         self.query_groups: dict[Any, Any] = {}
         self._token_plans: dict[tuple[int, ...], tuple[AttentionPlan, torch.Tensor]] = {}
+        self._bundle_plans: dict[tuple[int, ...], tuple[AttentionPlan, torch.Tensor]] = {}
         self._schedules: dict[tuple[PlanShape, int], tuple[list[AttentionSchedule], torch.Tensor | None]] = {}
 
     def schedules(self, shape: PlanShape, is_causal: torch.Tensor | None = None) -> list[AttentionSchedule]:
@@ -189,7 +197,7 @@ class AttentionPlan:
         if key not in self._schedules:
             rows = self.most_rows(shape)
             tiles = shape.tiles(device_of(self.seq_lens.device).arch, rows)
-            limit = DECODE_MAX_ROWS if "prefill" in tiles else rows
+            limit = shape.decode_rows if "prefill" in tiles else rows
             bounds = {"decode": (1, min(rows, limit)), "prefill": (limit + 1, rows)}
             schedules = [self._schedule(phase, tile, shape, is_causal, *bounds[phase]) for phase, tile in tiles.items()]
             self._schedules[key] = schedules, is_causal
@@ -241,6 +249,7 @@ class AttentionPlan:
             return torch.empty(size, dtype=torch.float32, device=device)
 
         schedule = AttentionSchedule(
+            phase=phase,
             tile=tile,
             items=int32(max_items, ITEM_SIZE.value),
             split_tiles=int32(min(max_tiles, max_slots // 2), SPLIT_TILE_SIZE.value),
@@ -297,6 +306,35 @@ def plan_of_tokens(
         plan = _token_plan(step, torch.full_like(token_keys[0], num_keys), num_keys)
         step._token_plans[key] = plan, token_keys
     return step._token_plans[key]
+
+
+def plan_of_bundles(
+    step: AttentionPlan, num_tokens: int, num_keys: int, bundle_tokens: int
+) -> tuple[AttentionPlan, torch.Tensor]:
+    """Return a plan in which each bundle of tokens is a sequence with `num_keys` keys, made once a step.
+
+    A bundle is up to `bundle_tokens` consecutive tokens of a sequence. Also return int32 [num_bundles], each bundle's
+    sequence.
+    """
+    key = num_tokens, num_keys, bundle_tokens
+    if key not in step._bundle_plans:
+        offsets, num_seqs = step.cu_seqlens_q, len(step.seq_lens)
+        # The last bundle of a sequence may be partly filled, and each bundle has a token.
+        num_bundles = min(num_tokens, num_tokens // bundle_tokens + num_seqs)
+        bundles_of_seq = (offsets.diff() + bundle_tokens - 1) // bundle_tokens
+        ends_of_seq = bundles_of_seq.cumsum(0)
+        bundles = torch.arange(num_bundles + 1, device=offsets.device)
+        seqs = torch.searchsorted(ends_of_seq, bundles, right=True).clamp_(max=num_seqs - 1)
+        index = bundles - (ends_of_seq - bundles_of_seq)[seqs]  # of the bundle in its sequence
+        starts = (offsets[seqs] + index * bundle_tokens).minimum(offsets[seqs + 1])  # padding rows are in no bundle
+        plan = AttentionPlan(
+            starts.to(torch.int32),
+            torch.full((num_bundles,), num_keys, dtype=torch.int32, device=offsets.device),
+            max_seqlen_q=bundle_tokens,
+            max_seqlen_k=num_keys,
+        )
+        step._bundle_plans[key] = plan, seqs[:-1].to(torch.int32)
+    return step._bundle_plans[key]
 
 
 def plan_of_entries(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
 from ..core.launch import ROW_COUNTS
 from .plan import DECODE_MAX_ROWS, AttentionTile, padded_head_dim
+from .union_kernel import MAX_ENTRIES, MAX_TOKENS
 
 # The most keys of any tile below. A tile begins at a multiple of its keys, so it may read up to this many keys before
 # the first key of a window.
@@ -35,7 +36,7 @@ class Row(NamedTuple):
         scores: whether softcap, ALiBi or a mask is given; they take registers for each score.
         padded: whether keys are narrower than `width`.
         boxed: whether a cache block holds BLOCK_N keys that the copy engine can fetch.
-        chosen: whether each query chooses its keys.
+        chosen: whether each query chooses its keys; in DECODE, whether several that do share a tile.
         chips: architectures.
     """
 
@@ -84,8 +85,11 @@ DECODE: dict[str, tuple[Row, ...]] = {
         # With 4 warps, ptxas limits a thread to 168 registers, so that three programs fit, and spills 10.
         Row(16, _16KB, 8, 3, 2, by_tma=True, rows=16, width=512, kinds=_PLAIN, boxed=True),
         Row(16, _16KB, 4, 3, 2, by_tma=True, rows=16),
+        Row(32, _16KB, 8, 3, 1, scores=True, kinds=_INT8, chosen=True),  # 4 warps would spill 22 registers
         Row(32, _16KB, 4, 3, 2, by_tma=True, rows=32, width=256),
         Row(32, _16KB, 4, 3, 2, by_tma=True, width=256, scores=True),
+        # On sm_100, 4 warps would spill 8 registers over blocks of 24, and 31 over int8 caches.
+        Row(64, _16KB, 8, 3, 1, width=256, chosen=True, chips=("sm_100", "sm_103")),
         Row(64, _16KB, 4, 3, 2, by_tma=True, width=256),  # at head_dim 256, 64 rows would spill 24 registers
         Row(32, _16KB, 8, 3, 1, by_tma=True, scores=True, padded=True),
         Row(32, _16KB, 4, 3, 2, by_tma=True, width=512),
@@ -99,8 +103,10 @@ DECODE: dict[str, tuple[Row, ...]] = {
         Row(16, _16KB, 8, 3, 1, rows=16, scores=True),
         Row(16, _16KB, 8, 3, 1, rows=16, kinds=_INT8),
         Row(16, _16KB, 8, 3, 2, rows=16),
+        Row(32, _16KB, 8, 3, 1, width=256, scores=True, kinds=_NARROW, chosen=True),  # 4 warps would spill 18 registers
         Row(32, _16KB, 4, 3, 1, width=256, scores=True, kinds=_INT8),
         Row(32, _16KB, 4, 3, 2, width=256, scores=True),
+        Row(32, _16KB, 4, 3, 2, rows=32, width=256, kinds=_PLAIN, chosen=True),  # of 8 warps, one would fit an SM
         Row(32, _16KB, 8, 3, 1, rows=32, width=256, kinds=_INT8),
         Row(32, _16KB, 8, 3, 2, rows=32, width=256),
         Row(64, _16KB, 8, 3, 1, width=256),
@@ -121,6 +127,7 @@ DECODE: dict[str, tuple[Row, ...]] = {
         Row(16, _16KB, 4, 2, 1, rows=16, kinds=_INT8),
         Row(16, _16KB, 8, 2, 1, rows=16, scores=True),
         Row(16, _16KB, 8, 2, 2, rows=16),
+        Row(32, _16KB, 8, 2, width=256, scores=True, kinds=_NARROW, chosen=True),  # 4 warps would spill 34 registers
         Row(32, _16KB, 4, 2, width=256, scores=True),  # 3 stages would spill 6 registers on sm_120
         Row(32, _16KB, 8, 2, rows=32),
         Row(64, _16KB, 8, 3, width=256),
@@ -129,6 +136,8 @@ DECODE: dict[str, tuple[Row, ...]] = {
     # AMD. The 64 KB of LDS of a compute unit hold one stage, and registers prefetch the next stage. limits.md has the
     # registers.
     "gfx": (
+        Row(64, _32_KEYS, 4, 1, 1, width=512, chosen=True),
+        Row(32, 16, 4, 1, 1, chosen=True),
         Row(16, _32_KEYS, 4, 1, 1, scores=True, kinds=_INT8),
         Row(16, _32_KEYS, 4, 1, 2, width=512, kinds=_INT8),
         Row(16, 16, 4, 1, 1, kinds=_INT8),
@@ -362,6 +371,7 @@ def decode_tile(
     rows: int = 16,
     more_scores: bool = False,
     kind: str = "",
+    union: bool = False,
 ) -> AttentionTile:
     """Return the tile of sequences with at most DECODE_MAX_ROWS rows.
 
@@ -370,6 +380,7 @@ def decode_tile(
         box: keys that the copy engine can fetch from one cache block, a power of two, or 0.
         rows: most rows of any sequence of the batch. A batch with prompts has 16-row tiles.
         more_scores, kind: `scores` and one of `kinds` in `Row`.
+        union: whether the rows are of tokens that choose their blocks.
     """
     if rows > DECODE_MAX_ROWS:
         rows = 16
@@ -377,7 +388,43 @@ def decode_tile(
     v_width = padded_head_dim(v_head_dim) * element_size
     padded = width > head_dim * element_size
     table = DECODE_FLOAT32 if element_size == 4 else DECODE
-    return _choose(table, _Call(arch, rows, width, v_width, kind, more_scores, padded, box))
+    return _choose(table, _Call(arch, rows, width, v_width, kind, more_scores, padded, box, union))
+
+
+@lru_cache(1024)
+def bundle_tokens(
+    head_dim: int,
+    v_head_dim: int,
+    element_size: int,
+    arch: str,
+    *,
+    group: int,
+    num_queries: int,
+    num_chosen: int,
+    more_scores: bool,
+    kind: str,
+    deterministic: bool,
+) -> int:
+    """Return how many tokens share a tile over the union of their chosen blocks; 1 if none do.
+
+    A tile of 64 rows waits for its keys, not for its products, even if no two tokens choose the same block, see
+    limits.md. So a union never costs more than lists of single tokens, and the tile is as tall as DECODE has it.
+
+    Args:
+        group: query heads for each KV head.
+        num_queries: upper bound of the longest query.
+        num_chosen: entries of a token's list.
+        deterministic: whether the result must not depend on other sequences, and so not on the bound.
+    """
+    most_tokens = min(MAX_TOKENS, MAX_ENTRIES // num_chosen)
+    if num_queries < 2 or most_tokens < 2:
+        return 1
+    if not deterministic:
+        most_tokens = min(most_tokens, num_queries)
+    rows = min(most_tokens * group, DECODE_MAX_ROWS)
+    options: dict[str, Any] = {"more_scores": more_scores, "kind": kind, "union": True}
+    tile = decode_tile(head_dim, v_head_dim, element_size, arch, rows=rows, **options)
+    return max(1, min(most_tokens, tile.block_m // group))
 
 
 @lru_cache(1024)

@@ -143,7 +143,7 @@ def load(pointer: Any, index: int) -> float:
     raise NotImplementedError
 
 
-def store(pointer: Any, index: int, value: float) -> None:
+def store(pointer: Any, index: int, value: float | np.float32) -> None:
     """Write a float32, rounded to the nearest, ties to even."""
     raise NotImplementedError
 

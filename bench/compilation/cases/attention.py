@@ -24,6 +24,7 @@ from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import DECODE_MAX_ROWS
 from paged.kernels.attention.plan_kernel import _plan_kernel
 from paged.kernels.attention.tile_kernels import _attention_kernel
+from paged.kernels.attention.union_kernel import _unite_choices_kernel
 from paged.kernels.core.device import LARGE_SHARED_MEMORY
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
@@ -50,6 +51,12 @@ def cases() -> list[CompileCase]:
         launch_case("paged_attention plan", launch_of(_plan_kernel, "sm_90", paged_attention, **call)),
         launch_case("paged_attention mask", launch_of(_pack_mask_kernel, "sm_90", paged_attention, **call), aligned=()),
     ]
+    call = _call(128, 128, "bf16", "", rows=128, box=64) | _choice(32, 128) | {"causal": empty("i1", 1)}
+    cases.append(
+        launch_case(
+            "paged_attention union", launch_of(_unite_choices_kernel, "sm_90", paged_attention, **call), aligned=()
+        )
+    )
     copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
     for head_dim in (128, 256, 512):
         call = _call(head_dim, head_dim, "bf16", "", rows=128, box=64) | {"sinks": empty("bf16", _GROUP)}
@@ -136,6 +143,22 @@ def chosen_cases() -> list[CompileCase]:
                 _chosen_case(target, 128, size=128, box=64, cache=cache),
                 _chosen_case(target, 128, size=16, cache=cache, has_options=True),
             ]
+        cases += _union_cases(target)
+    return cases
+
+
+def _union_cases(target: str) -> list[CompileCase]:
+    """Return cases of tiles over the union of several tokens' chosen blocks, and of the kernel that unites them."""
+    cases = []
+    for head_dim, size in ((128, 128), (128, 24), (256, 64), (256, 16), (512, 16)):
+        cases.append(_chosen_case(target, head_dim, size=size, box=64 if size >= 64 else 0, tokens=64))
+        cases.append(_chosen_case(target, head_dim, size=size, tokens=64, group=8, has_options=True))
+    for cache in _ELEMENTS:
+        for head_dim in (128, 256):
+            cases.append(_chosen_case(target, head_dim, size=128, box=64, cache=cache, tokens=64))
+            cases.append(_chosen_case(target, head_dim, size=16, cache=cache, tokens=64, has_options=True))
+    cases.append(_chosen_case(target, 128, size=128, tokens=2))
+    cases.append(_chosen_case(target, 128, size=16, dtype="fp32", tokens=64, group=4))
     return cases
 
 
@@ -148,13 +171,16 @@ def _chosen_case(
     cache: str = "",
     box: int = 0,
     group: int = 16,
+    tokens: int = 1,
     has_options: bool = False,
 ) -> CompileCase:
-    """Return the case of one token with 16 chosen blocks of `size` positions; see `_attention_case`."""
-    call = _call(head_dim, head_dim, dtype, cache, rows=_GROUP, box=box)
-    call |= {"chosen_blocks": empty("i32", 1, 1, 16), "chosen_block_size": size, "q": empty(dtype, 1, group, head_dim)}
+    """Return the case of tokens with 16 chosen blocks of `size` positions; see `_attention_case`."""
+    call = _call(head_dim, head_dim, dtype, cache, rows=tokens * _GROUP, box=box) | _choice(tokens, size)
+    call["q"] = empty(dtype, tokens, group, head_dim)
     if has_options:
-        call |= {"window_size": (16, -1), "softcap": 5.0, "causal": empty("i1", 1), "mask": empty("i1", 1, 1)}
+        call |= {"window_size": (16, -1), "softcap": 5.0, "causal": empty("i1", 1)}
+        if tokens == 1:
+            call["mask"] = empty("i1", 1, 1)
         call |= {"sinks": empty("bf16", group), "alibi_slopes": empty("fp32", group)}
         for name in ("k_scale", "v_scale"):
             call.setdefault(name, empty("fp32", 1))
@@ -164,6 +190,8 @@ def _chosen_case(
     if dtype != "fp32":
         expect[target] = (TENSOR_CORES[target] if target.startswith("gfx") or arguments["BLOCK_M"] >= 64 else "HMMA",)
     words = [f"{arguments['BLOCK_M']} x {arguments['BLOCK_N']}", f"D={head_dim}", dtype, f"blocks of {size}"]
+    if tokens > 1:
+        words.append("union")
     if cache:
         words.append(f"{cache} cache")
     if has_options:
@@ -177,6 +205,11 @@ def _chosen_case(
         programs_per_sm=programs_per_sm,
         may_spill=dtype == "fp32",
     )
+
+
+def _choice(tokens: int, size: int) -> dict[str, Any]:
+    """Return 16 blocks of `size` positions for each token."""
+    return {"chosen_blocks": empty("i32", tokens, 1, 16), "chosen_block_size": size}
 
 
 def _attention_case(

@@ -1,4 +1,7 @@
-"""Numba kernels of `choose_blocks`: the scores of all blocks, then each query's best ones."""
+"""Numba kernels of `choose_blocks` and `choose_keys`: the scores of all blocks, then each query's best ones.
+
+A chosen key is a block of one key. Keys of 8 bits are widened once for all queries that meet a tile of keys together.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,23 @@ _FORCED, _NAN, _MINUS_INFINITY = np.int64(0x7FFFFFFF), np.int64(0x7FC00000), np.
 def _end_of(token, seq, cu_seqlens_q, seq_lens):
     """Return one past the last position that a token sees."""
     return max(np.int64(seq_lens[seq]) - np.int64(cu_seqlens_q[seq + 1]) + token + 1, 0)
+
+
+@nb.device_function
+def _widen_keys(codes, scales, ids, keys, scratch, at_scales, sizes, strides, seq, first_key, num_keys):
+    """Write the e4m3 numbers of consecutive keys of a sequence to `keys`, exact, and their scales to scratch."""
+    size, block_size = sizes[5], sizes[6]
+    key_block, key_slot, table_stride = strides[3:]
+    for key in range(num_keys):
+        start, _ = _place_of_key(ids[0], seq * table_stride, first_key + key, block_size, key_block, key_slot)
+        scratch[at_scales + key] = scales[start // 4]
+        for i in range(size):
+            code = np.int32(codes[start + i])
+            magnitude = code & np.int32(0x7F)
+            # The bits of a float32 that is 2^120 times smaller: float32's bias is 127, that of e4m3 is 7.
+            word = np.int32((magnitude << np.int32(20)) | ((code & np.int32(0x80)) << np.int32(24)))
+            number = word.view(np.float32) * np.float32(2.0**120)
+            nb.store(keys, key * size + i, np.float32(np.nan) if magnitude == np.int32(0x7F) else number)
 
 
 @nb.device_function
@@ -65,7 +85,7 @@ def _score_keys(
 ):  # fmt: skip
     """Score keys of whole blocks for consecutive queries of a sequence."""
     block_table, cu_seqlens_q, seq_lens = ids
-    queries, scratch, weights, has_weights, block_scores = memory
+    queries, scratch, weights, has_weights, block_scores, is_packed, codes, scales = memory
     _, first_token, _, num_heads, num_lists, size, block_size, block_keys, pool_size, is_mean, most_blocks = sizes
     q_token, q_head, weights_token, key_block, key_slot, table_stride = strides
     rows = num_tokens * num_heads
@@ -74,21 +94,33 @@ def _score_keys(
         for i in range(0, size, LANES):
             store_part(queries, row * size + i, load_part(q, start + i, size - i), size - i)
     scores = at + max(_ROWS, num_heads) * size  # scores begin after the queries
+    key_scales = scores + num_heads * _KEYS
     for tile in range(first_key, end_key, _KEYS):
         num_keys = min(_KEYS, end_key - tile)
+        if is_packed:
+            _widen_keys(codes, scales, ids, key_cache, scratch, key_scales, sizes, strides, seq, tile, num_keys)
         for query in range(num_tokens):
             visible = min(_end_of(token + query, seq, cu_seqlens_q, seq_lens) // pool_size - tile, num_keys)
             j = 0
             while j < visible:
-                start, room = _place_of_key(block_table, seq * table_stride, tile + j, block_size, key_block, key_slot)
+                start, room, step = j * size, num_keys - j, size
+                if not is_packed:
+                    start, room = _place_of_key(
+                        block_table, seq * table_stride, tile + j, block_size, key_block, key_slot
+                    )
+                    step = key_slot
                 run = min(visible - j, room)
                 # Score keys behind the last visible one: a full vector of keys is faster than single keys.
                 num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
                 for head in range(num_heads):
                     place = (query * num_heads + head) * size
                     to = scores + head * _KEYS + j
-                    _score(queries, place, key_cache, start, key_slot, num_scores, size, scratch, to)
+                    _score(queries, place, key_cache, start, step, num_scores, size, scratch, to)
                 j += run
+            if is_packed:
+                for head in range(num_heads):
+                    for j in range(visible):
+                        scratch[scores + head * _KEYS + j] *= scratch[key_scales + j]
             if has_weights:
                 first_weight = (token + query) * weights_token
                 for j in range(0, visible, LANES):
@@ -105,6 +137,10 @@ def _score_keys(
 @nb.device_function
 def _reduce(scratch, scores, tile, visible, block_keys, is_mean, block_scores, to):
     """Add the scores of a tile's visible keys to the largest scores, or sums, of their blocks."""
+    if block_keys == 1:
+        for i in range(visible):
+            block_scores[to + tile + i] = scratch[scores + i]
+        return
     j = 0
     while j < visible:
         block = (tile + j) // block_keys
@@ -233,13 +269,16 @@ def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes):
 
 @nb.Kernel
 def _block_scores(arguments):
-    values = nb.unpack(arguments, 28)
+    values = nb.unpack(arguments, 30)
     is_bf16, q, key_cache, weights, block_table, cu_seqlens_q, seq_lens, block_scores, scratch = values[1:10]
-    at = nb.thread_index() * values[10]
-    sizes, strides = values[11:22], values[22:]
+    at, at_keys, is_packed = nb.thread_index() * values[10], values[11], values[12]
+    sizes, strides = values[13:24], values[24:]
     ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-    copied, results = scratch + at * 4, (nb.floats(weights), weights != 0, nb.floats(block_scores))
+    codes = nb.uint8s(key_cache), nb.floats(key_cache + sizes[5])
+    copied, results = scratch + at * 4, (nb.floats(weights), weights != 0, nb.floats(block_scores), is_packed, *codes)
     floats = nb.floats(scratch)
+    if is_packed:
+        key_cache = copied + at_keys * 4
     if is_bf16:
         memory = (_copied_bfloats(copied), floats, *results)
         _score_blocks(nb.bfloats(q), nb.bfloats(key_cache), ids, memory, sizes, strides, at)
@@ -271,8 +310,11 @@ def _launch_for(
     if weights is not None:
         num_lists, weights_token = 1, weights.stride(0)
     first_token, end_token = span
-    # Queries, then the scores of a tile; in whole cache lines of 64 bytes, so that threads share none.
-    scratch_size = -(-(max(_ROWS, num_heads) * size + num_heads * _KEYS) // 16) * 16
+    # Queries, the scores of a tile, then its scales and widened keys; in whole cache lines of 64 bytes, so that threads
+    # share none.
+    is_packed = key_cache.dtype == torch.uint8
+    at_keys = max(_ROWS, num_heads) * size + (num_heads + 1) * _KEYS
+    scratch_size = -(-(at_keys + is_packed * _KEYS * size) // 16) * 16
     score = NumbaLaunch(
         _block_scores.address,
         (end_token - first_token) * most_blocks * rules.block_keys * num_heads * size,
@@ -280,6 +322,8 @@ def _launch_for(
             q.dtype == torch.bfloat16,
             *("q", "key_cache", "weights", "block_table", "cu_seqlens_q", "seq_lens", "block_scores", SCRATCH),
             scratch_size,
+            at_keys,
+            is_packed,
             len(block_table),
             first_token,
             end_token,
@@ -365,5 +409,23 @@ def bind(
         for launch in launches:
             launch(tensors)
         return chosen
+
+    return run
+
+
+def bind_keys(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    weights: torch.Tensor,
+    block_table: torch.Tensor,
+    num_columns: int,
+    spans: list[tuple[int, int]],
+) -> Run[torch.Tensor]:
+    """Return a function that chooses the `num_columns` best keys for calls like this one, as `bind` does for blocks."""
+    rules = BlockRules(num_columns, num_columns, 1, 1, False, 0)
+    choose = bind(q, key_cache, weights, block_table, rules, spans, block_table.shape[1] * key_cache.shape[1])
+
+    def run(q: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, **lengths: Any) -> torch.Tensor:
+        return choose(q, key_cache, weights=weights, **lengths)[:, 0]
 
     return run

@@ -139,22 +139,25 @@ NUMBA_MUTATIONS = {
     "earlier tiles are dropped": ("if tile + j > block * block_keys:", "if False:"),
     "the highest id of a tie": ("return (bits << 32) + (_LAST_ID - block)", "return (bits << 32) + block"),
     "the root is not the worst": ("if heap[child] >= rank:", "if True:"),
+    "the scale of another key": ("*= scratch[key_scales + j]", "*= scratch[key_scales]"),
+    "the exponent of 8 bits is one off": ("np.float32(2.0**120)", "np.float32(2.0**121)"),
+    "the sign of 8 bits is lost": ("(code & np.int32(0x80))", "(code & np.int32(0))"),
 }  # fmt: skip
 
 
-def faulty_problems(device: torch.device, *, is_packed: bool) -> tuple[dict[str, Any], ...]:
-    """Return problems that see each fault; 8-bit keys are not numba's."""
+def faulty_problems(device: torch.device) -> tuple[dict[str, Any], ...]:
+    """Return problems that see each fault."""
     return (
         drawn(device, size=24, local_blocks=1),
         drawn(device, size=16, pool=4, local_blocks=0, is_weighted=True),
-        drawn(device, size=8, reduction="mean", is_packed=is_packed, local_blocks=0),
+        drawn(device, size=8, reduction="mean", is_packed=True, local_blocks=0),
     )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
-    problems = faulty_problems(device, is_packed=True)
+    problems = faulty_problems(device)
     text, replacement = MUTATIONS[fault]
     with planted(modules, modules, tmp_path, text, replacement):
         is_found = any(turns_red(check, each) for each in problems)
@@ -172,4 +175,4 @@ def test_checks_see_the_fault_in_numba(fault: str, tmp_path: Path, monkeypatch: 
     load_copy(name, tmp_path, source.replace(text, replacement), monkeypatch)
     monkeypatch.setenv("PAGED_BACKEND", "numba")
     with unnoted():
-        assert any(turns_red(check, problem) for problem in faulty_problems(CPU, is_packed=False))
+        assert any(turns_red(check, problem) for problem in faulty_problems(CPU))

@@ -23,11 +23,13 @@ module = paged.kernels.attention.chosen_kernel
         Problem("parts of cache blocks", ((1, 300), (3, 130)), chosen=(24, 4), block_size=16),
         Problem("whole cache blocks", ((1, 1000),), heads=(2, 1), chosen=(128, 3), block_size=64),
         Problem("split", ((1, 4000),), heads=(1, 1), chosen=(64, 20), dtype=torch.float16),
+        Problem("prompt", ((11, 500), (1, 300)), heads=(16, 1), chosen=(32, 6), kept=0.9, dtype=torch.float16),
+        Problem("unlike neighbours", ((8, 700),), heads=(16, 1), chosen=(16, 5), dtype=torch.float16),
     ],
     ids=lambda problem: problem.name,
 )
 def test_only_chosen_rows_are_read(problem: Problem, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 1.1 times the rows of the keys that a token and a KV head see."""
+    """At most 1.1 times the rows of the keys that any token of a tile sees. 4 tokens of 16 heads share a tile."""
     if device.type != "cpu":
         pytest.skip("counts what the interpreter loads")
     monkeypatch.setenv("PAGED_BACKEND", "triton")
@@ -41,9 +43,13 @@ def test_only_chosen_rows_are_read(problem: Problem, device: torch.device, monke
 
     monkeypatch.setattr(module, "_load_rows", load_and_count)
     paged_attention(**arguments)
-    pairs, _ = chosen_keys(problem.lengths, arguments["chosen_blocks"], problem.chosen[0])
-    repeated = pairs * (-(-(problem.heads[0] // problem.heads[1]) // 16))  # tiles of a group
-    assert 0 < num_read <= 1.1 * 2 * repeated  # keys and values
+    bundles = [
+        (min(4, q_len - first), seq_len - max(q_len - first - 4, 0))
+        for q_len, seq_len in problem.lengths
+        for first in range(0, q_len, 4)
+    ]
+    _, num_keys = chosen_keys(bundles, arguments["chosen_blocks"], problem.chosen[0])
+    assert 0 < num_read <= 1.1 * 2 * num_keys  # keys and values
 
 
 def test_a_long_context_costs_little() -> None:
@@ -66,6 +72,34 @@ def test_ids_without_a_block_choose_nothing(device: torch.device) -> None:
     for others in ((-1, 3), (-(2**31), 2**31 - 1), (2**28, 2**24 + 5)):
         chosen[:] = torch.tensor([others[0], 0, others[1]])
         assert_close(paged_attention(**arguments)[0], expected.double())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("seed", range(12))
+def test_prompts_match_the_definition(seed: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tokens of a sequence share a tile."""
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    draw = random.Random(seed)
+    num_kv_heads = draw.choice((1, 2))
+    problem = Problem(
+        "",
+        ((draw.choice((9, 33)), 70), (1, 50), (5, 130), (3, 2), (draw.choice((2, 17)), 300)),
+        heads=(num_kv_heads * draw.choice((1, 3, 5, 8, 16)), num_kv_heads),
+        head_dim=draw.choice((32, 48, 128)),
+        block_size=draw.choice((8, 24, 64)),
+        dtype=draw.choice((torch.float32, torch.float16)),
+        cache_dtype=draw.choice((None, None, torch.int8, torch.float8_e4m3fn)),
+        causal=draw.choice((True, False, (True, False, True, True, False))),
+        window_size=draw.choice(((-1, -1), (30, -1), (20, 5))),
+        chunk_size=draw.choice((0, 0, 50)),
+        sinks=draw.random() < 0.4,
+        alibi=draw.random() < 0.4,
+        softcap=draw.choice((0.0, 2.0)),
+        padding_rows=draw.randrange(3),
+        chosen=draw.choice(((16, 4), (128, 2), (24, 5), (64, 3), (1, 70))),
+        deterministic=draw.random() < 0.3,
+    )
+    check(problem, device)
 
 
 @needs_numba

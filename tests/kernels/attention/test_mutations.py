@@ -13,6 +13,7 @@ import paged.kernels.attention.launches
 import paged.kernels.attention.merge_splits
 import paged.kernels.attention.online_softmax
 import paged.kernels.attention.tile_kernels
+import paged.kernels.attention.union_kernel
 import paged.kernels.core.dtypes
 from paged.bench.attention.problem import Problem, call_of
 from tests.backends import needs_numba
@@ -29,6 +30,7 @@ MODULES = (
     attention.online_softmax,
     attention.tile_kernels,
     attention.chosen_kernel,
+    attention.union_kernel,
 )
 
 PROBLEMS = (
@@ -48,6 +50,8 @@ PROBLEMS = (
     Problem("chosen boxes", ((1, 300), (2, 250)), heads=(2, 1), chosen=(128, 3), block_size=64),
     Problem("chosen int8", ((1, 90), (4, 70)), chosen=(16, 4), cache_dtype=torch.int8, causal=(False, True)),
     Problem("chosen splits", ((1, 2000),), heads=(2, 2), chosen=(128, 9)),
+    Problem("union", ((7, 75), (1, 30), (12, 90)), chosen=(24, 3), window_size=(50, -1), causal=(True, True, False)),
+    Problem("union splits", ((8, 2000),), heads=(16, 1), chosen=(128, 9), dtype=torch.float16),
 )
 
 # fault -> (the problem that finds it, text of the kernels, what the faulty copy has instead)
@@ -118,8 +122,8 @@ MUTATIONS = {
     ),
     "the blocks of another token": (
         "chosen",
-        "row.to(tl.int64) * stride_chosen_token",
-        "first_token.to(tl.int64) * stride_chosen_token",
+        "chosen_ptr += first_token.to(tl.int64) * stride_chosen_token + kv_head_64",
+        "chosen_ptr += step_token.to(tl.int64) * stride_chosen_token + kv_head_64",
     ),
     "chosen keys of another KV head": ("chosen", "k_cache + kv_head_64 * stride_k_head", "k_cache"),
     "the last entry is dropped": ("chosen", "entry < choice.num_chosen", "entry < choice.num_chosen - 1"),
@@ -135,8 +139,16 @@ MUTATIONS = {
     ),
     "the ids of the chosen keys before": ("chosen boxes", "_load_ids(choice, index + 1,", "_load_ids(choice, index,"),
     "chosen keys begin at a cache block": ("chosen boxes", "first=first % KV_BLOCK_SIZE", "first=first * 0"),
-    "every token is of the first sequence": ("chosen", "tl.load(token_seqs_ptr + row)", "tl.load(token_seqs_ptr)"),
-    "distances of chosen keys in order": ("chosen", "rules.position - positions", "rules.position - index * BLOCK_N"),
+    "every token is of the first sequence": (
+        "chosen",
+        "tl.load(bundle_seqs_ptr + bundle).to",
+        "tl.load(bundle_seqs_ptr).to",
+    ),
+    "distances of chosen keys in order": (
+        "chosen",
+        "rules.position[:, None] - positions[None, :]",
+        "rules.position[:, None] - index * BLOCK_N",
+    ),
     "the mask of chosen keys is one off": ("chosen", "(positions % WORD_KEYS)", "((positions + 1) % WORD_KEYS)"),
     "no sequence of chosen blocks is causal": (
         "chosen int8",
@@ -149,6 +161,44 @@ MUTATIONS = {
         "(slot * tl.num_programs(0) + kv_head) * BLOCK_M",
         "(slot + kv_head) * BLOCK_M",
     ),
+    "a block of one token is of all": ("union", "& is_member & (positions", "& (positions"),
+    "members are one token off": ("union", "members[None, :] >> rules.query", "members[None, :] >> 1 + rules.query"),
+    "members of a whole block are one off": (
+        "union splits",
+        "(members >> rules.query)",
+        "(members >> 1 + rules.query)",
+    ),
+    "tokens of a union see behind themselves": ("union", "(positions[None, :] < rules.end_key[:, None])", "True"),
+    "the window of a union is one off": ("union", ">= rules.first_key[:, None]", "> rules.first_key[:, None]"),
+    "a union ends at its first token": (
+        "union",
+        "visible_range(first_position + last_query,",
+        "visible_range(first_position,",
+    ),
+    "a union reads the last token's window": (
+        "union",
+        "first_key, _ = visible_range(first_position,",
+        "first_key, _ = visible_range(first_position + last_query,",
+    ),
+    "a second entry of a block counts for all": ("union", "(times > repeats)", "(times > 0 * repeats)"),
+    "a second entry of a block is dropped": ("union", "(times > repeats)", "(times > 2 * repeats)"),
+    "each token adds its blocks to the union": ("union", "is_new & ~(is_member & (other_token < token))", "is_new"),
+    "blocks of the first token alone": (
+        "union",
+        "is_new & ~(is_member & (other_token < token))",
+        "is_new & (token == 0)",
+    ),
+    "a token hides blocks that it does not see": (
+        "union",
+        "(times > repeats) & _is_seen(ids, first_position + other_token, seq_len, window, CHOSEN_SIZE)",
+        "(times > repeats)",
+    ),
+    "the union of another bundle": (
+        "union",
+        "union_ids_ptr + index * max_entries",
+        "union_ids_ptr + kv_head * max_entries",
+    ),
+    "splits of a union as planned": ("union splits", "end = (end * blocks // planned).to(tl.int32)", "end = end"),
     "values behind the end are read": ("values", "tl.load(ptrs, mask=key_mask[:, None], other=0)", "tl.load(ptrs)"),
 }
 
