@@ -152,8 +152,10 @@ class StepGraphs:
         self.longest = min(max_seq_len, cache.longest_sequence or max_seq_len)
         self._num_tables = len(cache.tables)
         self._num_states = self._max_append = 0
+        if cache.has_slots:
+            self._num_states = NUM_STATE_ARRAYS
         if cache.recurrent is not None:
-            self._num_states, self._max_append = NUM_STATE_ARRAYS, cache.recurrent.max_append
+            self._max_append = cache.recurrent.max_append
         self._staging = Staging(self._device)
         self._table_width = -(-self.longest // (cache.block_size * _TABLE_LINE)) * _TABLE_LINE
         self._sizes, self._recorded_only = tuple(sizes), recorded_only

@@ -181,9 +181,10 @@ def _run(
     tables = np.zeros((num_tables, 1, 1), np.int32)
     states: list[NDArray[np.int32]] = []
     max_append = 0
+    if kv_manager.config.has_slots:
+        states = [none[:1]] * NUM_STATE_ARRAYS
     recurrent = kv_manager.config.recurrent
     if recurrent is not None:
-        states = [none[:1]] * NUM_STATE_ARRAYS
         max_append = recurrent.max_append
     input_ids, *fields = to_device((ids, ids, slots, none[:1], *states, none, tables), kv_manager.device)
     metadata = AttentionMetadata.over(fields, max_seqlen_q=num_tokens, max_seqlen_k=longest, max_append=max_append)

@@ -35,6 +35,7 @@ class CacheGroup:
         latent: whether a value is the first v_head_dim elements of its key (latent attention) and is stored once.
         kind: class of the layers' `Kind`; None for the kind that follows from `sliding_window`. A subclass sets it.
         has_own_memory: whether the kind is a `SlotKind`, with memory by `make_memory`. A subclass sets it.
+        keeps_slots: whether such a kind keeps slots for hits, for which a tier has memory. A subclass sets it.
 
     Raises:
         InvalidInputError: layers are empty, repeated or not indices, a size is not a positive integer, or latent is no
@@ -49,6 +50,7 @@ class CacheGroup:
     latent: bool = False
     kind: ClassVar[Any] = None
     has_own_memory: ClassVar[bool] = False
+    keeps_slots: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         try:
@@ -102,9 +104,9 @@ class CacheGroup:
     def check_block_size(self, block_size: int) -> None:
         """Raise InvalidInputError unless the group can have blocks of this size."""
 
-    def entries_shape(self, block_size: int) -> tuple[int, int]:
-        """Return number and size of the entries behind a layer's keys in a block, see `PooledGroup`."""
-        return 0, 0
+    def entries_shapes(self, block_size: int) -> tuple[tuple[int, int], ...]:
+        """Return number and size of each kind of entries behind a layer's keys in a block, see `PooledGroup`."""
+        return ()
 
     def num_slots(self, width: int, num_layers: int) -> int:
         """Return how many planes of `width` elements hold K and V of `num_layers`; small layers share a plane."""

@@ -263,15 +263,26 @@ class KvInspection:
         """Return the values of one layer, as `k_cache`; the last dimension is the group's v_head_dim."""
         return self._tensors.v_cache(layer)
 
-    def entries(self, layer: int) -> torch.Tensor:
+    def entries(self, layer: int, index: int = 0) -> torch.Tensor:
         """Return the pooled keys of a layer in a `PooledGroup`, a view [num_blocks + 1, pools of a block, entry_size].
 
-        Entry i of a block is of its positions i * pool_size to (i + 1) * pool_size - 1.
+        Entry i of a block is of its positions i * pool_size to (i + 1) * pool_size - 1. index: which of the entries of
+        an `EntriesGroup`.
 
         Raises:
-            InvalidInputError: the layer does not exist, or has no pooled keys.
+            InvalidInputError: the layer does not exist, or has no such entries.
         """
-        return self._tensors.entries(layer)
+        return self._tensors.entries(layer, index)
+
+    def open_rows(self, layer: int) -> torch.Tensor:
+        """Return the rows of open pools of a layer in an `OpenPoolGroup`, float32 [num_slots + 1, num_rows, size].
+
+        A sequence's position p has row p % num_rows of the sequence's slot, see `AttentionMetadata.recurrent`.
+
+        Raises:
+            InvalidInputError: the layer has no such rows.
+        """
+        return self._tensors.open_rows(layer)
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return `k_scale` and `v_scale` of an int8 or int4 layer for the kernels; (None, None) for other dtypes.

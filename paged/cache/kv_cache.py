@@ -137,6 +137,9 @@ class PagedKvCacheConfig:
             raise InvalidInputError(f"groups: {shown(groups)}, expected one with blocks of the pool")
         self._set("tables", split_evenly(in_pool))
         self._set("own_groups", tuple(group for group in groups if group.has_own_memory))
+        num_slots_of_step = [group.keeps_slots for group in self.own_groups].count(False) + (recurrent is not None)
+        if num_slots_of_step > 1:
+            raise InvalidInputError("groups: slots of open pools twice or beside recurrent layers, expected them once")
         canaries = os.environ.get("PAGED_CANARY", "")
         if canaries not in ("", "0", "1"):
             raise InvalidInputError(f"PAGED_CANARY={canaries!r}: expected '1' or '0'")
@@ -190,7 +193,12 @@ class PagedKvCacheConfig:
 
     @property
     def _num_own(self) -> int:
-        return len(self.own_groups) + (self.recurrent is not None)
+        return [group.keeps_slots for group in self.own_groups].count(True) + (self.recurrent is not None)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether the metadata of a step has slots, see `AttentionMetadata.recurrent`."""
+        return self.recurrent is not None or any(not group.keeps_slots for group in self.own_groups)
 
     def num_host_blocks(self, dtype: torch.dtype) -> int:
         """Return the number of host blocks of a cache of `dtype`, including the blocks for swapped sequences.

@@ -213,6 +213,29 @@ class SlotMemory:
             tensor[:, list(slots)] = torch.nan
 
 
+class OpenRows(SlotMemory):
+    """Rows of open pools of all slots, float32.
+
+    layers: the rows of each layer, [num_slots + 1, num_rows, size]; position p of a sequence has row p % num_rows.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[tuple[tuple[int, ...], int, int]],
+        num_slots: int,
+        num_swap_slots: int,
+        device: torch.device,
+    ) -> None:
+        """parts: layers, num_rows and size of rows."""
+        tensors: dict[str, torch.Tensor] = {}
+        self.layers: dict[int, torch.Tensor] = {}
+        for index, (layers, num_rows, size) in enumerate(parts):
+            shape = len(layers), num_slots + 1, num_rows, size
+            tensors[f"rows{index}"] = rows = torch.zeros(shape, dtype=torch.float32, device=device)
+            self.layers |= zip(layers, rows, strict=True)
+        super().__init__(tensors, num_swap_slots, 0)
+
+
 class StateTensors(SlotMemory):
     """State tensors of all slots, with the recurrent layers along the first axis; see `RecurrentState`.
 
@@ -328,7 +351,7 @@ class KvCacheTensors:
             planes = storage.unbind()
             self._copies.append(BlockCopy(planes, planes))
         self._num_layers, self._tables = config.num_layers, config.tables
-        self._entries: dict[int, torch.Tensor] = {}  # by layer, see `entries`
+        self._entries: dict[int, list[torch.Tensor]] = {}  # by layer, see `entries`
         self._stacks = [self._views(table) for table in config.tables]
         # By layer: index of its table, then keys, values and any scales.
         self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
@@ -383,19 +406,28 @@ class KvCacheTensors:
 
     def _keep_entries(self, table: CacheGroup, behind: torch.Tensor) -> None:
         """Keep views of a table's entries. behind: [planes, layers per plane, num_blocks + 1, elements after keys]."""
-        shape = table.entries_shape(self.block_size)
-        if shape == (0, 0):
-            return
-        stack = behind[..., : math.prod(shape)].unflatten(-1, shape)
-        for layer, entries in zip(table.layers, chain.from_iterable(stack), strict=False):
-            self._entries[layer] = entries
+        start = 0
+        for shape in table.entries_shapes(self.block_size):
+            end = start + math.prod(shape)
+            stack = behind[..., start:end].unflatten(-1, shape)
+            for layer, entries in zip(table.layers, chain.from_iterable(stack), strict=False):
+                self._entries.setdefault(layer, []).append(entries)
+            start = end
 
-    def entries(self, layer: int) -> torch.Tensor:
+    def entries(self, layer: int, index: int) -> torch.Tensor:
         """Implement `PagedKvCacheManager.entries`."""
         layer = self.layer(layer)
         if layer not in self._entries:
             raise InvalidInputError(f"layer: {layer} has no pooled keys")
-        return self._entries[layer]
+        entries = self._entries[layer]
+        return entries[as_int("index", index, high=len(entries) - 1)]
+
+    def open_rows(self, layer: int) -> torch.Tensor:
+        """Implement `PagedKvCacheManager.open_rows`."""
+        for memory in self.own:
+            if isinstance(memory, OpenRows) and layer in memory.layers:
+                return memory.layers[layer]
+        raise InvalidInputError(f"layer: {shown(layer)} has no rows of open pools")
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Implement `PagedKvCacheManager.k_cache`."""
