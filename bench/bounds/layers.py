@@ -1,12 +1,22 @@
-"""First-order errors of norms, rotations and activations. docs/bounds.md derives them."""
+"""First-order errors of norms, rotations, activations and streams. docs/bounds.md derives them."""
 
 from __future__ import annotations
 
 import torch
 
-from paged.bench.bounds.first_order import ELEMENTARY, LARGEST_EXPONENT, TINY, Defined, U, gamma, rounding
+from paged.bench.bounds.first_order import (
+    ELEMENTARY,
+    LAMBDA,
+    LARGEST_EXPONENT,
+    TINY,
+    Defined,
+    U,
+    gamma,
+    rounding,
+    unit,
+)
 from paged.bench.problems.arguments import Arguments, Tensors
-from paged.kernels.layers.definition import gated_activation
+from paged.kernels.layers.definition import gated_activation, join_streams, stream_logits
 
 
 def _rotated_size(want: torch.Tensor, arguments: Arguments) -> torch.Tensor:
@@ -85,3 +95,55 @@ def gated_norm(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     largest = x.double().abs().flatten(1).unflatten(1, (-1, weight.numel())) * weight
     largest = largest.view(x.shape) * (arguments.get("eps", 1e-6) + TINY) ** -0.5
     return {"out": rounding(out, x.dtype) + relative * out.abs() + TINY * gates.clamp(min=1) * largest}
+
+
+def mixed_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    """Return the errors of weights that sums over all streams make, and of the input and the joins that they make."""
+    names = ("streams", "output", "joins", "fn", "base", "scale", "norm_weight")
+    streams, output, joins, fn, base, scale, norm_weight = (arguments[name] for name in names)
+    _, count, size = streams.shape
+    eps, norm_eps = arguments.get("eps", 1e-6), arguments.get("norm_eps", 1e-6)
+    if output is not None:
+        output, joins = output.double().abs(), joins.abs()
+    sizes = join_streams(streams.double().abs(), output, joins)  # [num_tokens, count, size]
+    rounded = want["joined"].to(streams.dtype).double()
+    joined_error = gamma(count + 1) * sizes
+    # A joined number next to a tie rounds to its other neighbour: fewer than 1 of 1,024 numbers, or a single one.
+    flip = 2 * max(unit(streams.dtype), U) * rounded.abs()
+
+    # Logits, [num_tokens, num_weights].
+    terms = rounded.flatten(1)[:, None] * fn.double()  # [num_tokens, num_weights, count * size]
+    flips = flip.flatten(1)[:, None] * fn.double().abs()
+    sums = gamma(count * size) * terms.abs().sum(-1) + flips.amax(-1)
+    sums = sums + LAMBDA * (flips.square().sum(-1) / 1024).sqrt()
+    logits = stream_logits(rounded, fn, base, scale, norm_eps)
+    root = (rounded.flatten(1).square().mean(-1, keepdim=True) + norm_eps).rsqrt()
+    sections = torch.tensor([count, count, count * count][: len(scale)])
+    factors = scale.double().abs().repeat_interleave(sections)
+    products = logits - base.double()
+    delta = factors * root * sums + norm_error(count * size) * products.abs() + 4 * U * (logits.abs() + base.abs())
+
+    # The input: weights, then a norm.
+    sigmoids = logits.sigmoid()
+    sigmoid_error = sigmoids * (1 - sigmoids) * delta + 2 * ELEMENTARY * sigmoids
+    weights = (sigmoids[:, :count] + eps).unsqueeze(-1)
+    x = (weights * rounded).sum(1)  # [num_tokens, size]
+    x_error = sigmoid_error[:, :count].unsqueeze(-1) * rounded.abs() + weights * (flip + gamma(count) * rounded.abs())
+    x_error = x_error.sum(1)
+    x_root = (x.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
+    relative = norm_error(size) + x_root * x_error.square().mean(-1, keepdim=True).sqrt()
+    normed_error = x_root * x_error * norm_weight.double().abs() + relative * want["x"].abs()
+
+    # The next joins. A change of all logits by delta changes shares by at most 4 delta, before and after any number of
+    # iterations, each of which rounds twice.
+    magnitude, num_iterations = arguments.get("magnitude", 2.0), arguments.get("num_iterations", 0)
+    joins_error = magnitude * sigmoid_error[:, count : 2 * count] + 2 * U * magnitude
+    if num_iterations:
+        largest = delta[:, 2 * count :].amax(-1, keepdim=True)
+        rounds = 4 * ELEMENTARY + 2 * num_iterations * (count + 3) * U
+        joins_error = torch.cat([joins_error, (4 * largest + rounds) * want["next_joins"][:, count:]], -1)
+    return {
+        "x": rounding(want["x"], streams.dtype) + normed_error,
+        "joined": rounding(want["joined"], streams.dtype) + joined_error,
+        "next_joins": joins_error,
+    }

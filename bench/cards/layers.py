@@ -1,4 +1,4 @@
-"""Cards of norms, rotation and gated activations."""
+"""Cards of norms, rotation, gated activations and residual streams."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from functools import partial
 import torch
 
 from paged.bench.bounds import layers as bounds
-from paged.bench.cards.card import Card, Edge, Row, defined, named, whole
+from paged.bench.cards.card import Card, Edge, Row, defined, named, same, whole
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases.case import CompileCase
-from paged.bench.compilation.cases.launches import empty, single_case
+from paged.bench.compilation.cases.launches import DTYPES, empty, launch_case, launches_of, single_case
 from paged.bench.problems.arguments import Arguments, Tensors
 from paged.kernels.layers import definition
 from paged.kernels.layers.activation import ACTIVATIONS
+from paged.kernels.layers.mix_streams import mix_streams
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.kernels.layers.silu_and_mul import silu_and_mul
@@ -141,7 +142,88 @@ def _gate_cases() -> list[CompileCase]:
     return cases
 
 
+def _streams(
+    draw: Draw, *, tokens: int, count: int, size: int, kind: str, before: str = "", iterations: int = 20
+) -> Arguments:
+    """Return streams that a part's output joins, and weights of a kind: "head", "independent" or "mixing".
+
+    before: kind of the connection before; "none" for no output, "" for the same kind.
+    """
+    kinds = {"none": 0, "head": 1, "independent": 2, "mixing": 3}
+    num_kinds, num_before = kinds[kind], kinds[before or kind]
+    sections = (count, count, count * count)
+    num_weights = sum(sections[:num_kinds])
+    output, joins = None, None
+    if num_before > 0:
+        # Shares of a doubly stochastic matrix, or gains alone.
+        joins = draw.floats(tokens, sum(sections[1 : max(num_before, 2)])).abs() / count
+        output = draw.normal(tokens, size)
+    return {
+        "streams": draw.normal(tokens, count, size),
+        "output": output,
+        "joins": joins,
+        "fn": draw.floats(num_weights, count * size) * (count * size) ** -0.5,
+        "base": draw.floats(num_weights),
+        "scale": 0.5 + draw.floats(num_kinds).abs(),
+        "norm_weight": draw.normal(size),
+        "num_iterations": iterations if kind == "mixing" else 0,
+    }
+
+
+def _odd_streams(draw: Draw) -> Iterator[Arguments]:
+    """Return the first site of a model, whose streams are one tensor, and other connections in turns."""
+    first = _streams(draw, tokens=3, count=3, size=130, kind="mixing", before="none")
+    yield first | {"streams": draw.normal(3, 130)[:, None].expand(-1, 3, -1), "eps": 1e-3}
+    yield _streams(draw, tokens=17, count=4, size=257, kind="independent", before="mixing") | {"eps": 0.05}
+    yield _streams(draw, tokens=5, count=4, size=128, kind="head", before="mixing") | {"norm_eps": 0.1}
+    yield _streams(draw, tokens=5, count=8, size=72, kind="mixing", iterations=1) | {"magnitude": 3.0}
+
+
+def _stream_cases() -> list[CompileCase]:
+    """Return a decode and a prompt of GLM-5.3-Flash and of HY-V4, its head, and a first site in float32."""
+    cases = []
+    for dtype, tokens, size, kind, before in (
+        ("bf16", 64, 4096, "mixing", "mixing"),
+        ("bf16", 4096, 4096, "mixing", "mixing"),
+        ("bf16", 64, 2816, "independent", "independent"),
+        ("bf16", 4096, 2816, "independent", "independent"),
+        ("bf16", 64, 2816, "head", "independent"),
+        ("fp32", 64, 4096, "mixing", "none"),
+    ):
+        draw = Draw(torch.device("cpu"), DTYPES[dtype])
+        arguments = _streams(draw, tokens=tokens, count=4, size=size, kind=kind, before=before)
+        join, collapse = launches_of("sm_90", mix_streams, **arguments)
+        name = f"mix_streams {dtype} {kind} after {before} tokens={tokens} size={size}"
+        cases.append(launch_case(f"{name} join", join))
+        if tokens == COMPILED_TOKENS:
+            cases.append(launch_case(f"{name} collapse", collapse))
+    return cases
+
+
 CARDS = (
+    Card(
+        "mix_streams",
+        _streams,
+        defined(definition.mix_streams, "x", "joined", "next_joins"),
+        named("x", "joined", "next_joins"),
+        errors=bounds.mixed_streams,
+        rows=(
+            Row({"tokens": (256, 16, 5), "count": same(4), "size": (4096, 512, 384), "kind": same("mixing")}),
+            Row(
+                {"tokens": (256, 16, 5), "count": same(4), "size": (2816, 352, 352), "kind": same("independent")},
+                variant="independent",
+            ),
+        ),
+        edges=(Edge("odd connections", _odd_streams),),
+        odd={
+            "tokens": _ODD_TOKENS,
+            "count": (1, 8, 3),
+            "size": (1, 130, 24),
+            "kind": ("head", "independent", "mixing"),
+            "before": ("none", "independent", "mixing"),
+        },
+        compiled=_stream_cases,
+    ),
     Card(
         "rms_norm",
         _norm,

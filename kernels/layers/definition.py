@@ -1,4 +1,4 @@
-"""Norms, rotation and gated activations as formulas, each written once, in a dtype that the caller chooses.
+"""Norms, rotation, gated activations and streams as formulas, each written once, in a dtype that the caller chooses.
 
 A definition takes an operation's arguments and returns new tensors in `compute`, unrounded. In float64, the default,
 tests and `paged verify` compare kernels with it. In float32 it runs on a CPU without numba, and with
@@ -86,3 +86,76 @@ def silu_and_mul(x: torch.Tensor, activation: str = "silu", *, compute: torch.dt
     """Return activation(gate) * up, [..., size]; the first half of the last axis of x is the gate."""
     gate, up = x.chunk(2, -1)
     return gated_activation(gate, up, activation, compute=compute)
+
+
+def join_streams(
+    streams: torch.Tensor,
+    output: torch.Tensor | None,
+    joins: torch.Tensor | None,
+    *,
+    compute: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return the new streams of `mix_streams`, [num_tokens, N, size]: gains * output + shares^T @ streams.
+
+    joins: N gains, and optionally N * N shares, rows of old streams. None returns the streams.
+    """
+    wide, count = streams.to(compute), streams.shape[1]
+    if output is None or joins is None:
+        return wide
+    gains, shares = joins.to(compute).split((count, joins.shape[1] - count), -1)
+    if shares.shape[1]:
+        wide = shares.unflatten(-1, (count, count)).mT @ wide
+    return torch.addcmul(wide, gains.unsqueeze(-1), output.to(compute).unsqueeze(1))
+
+
+def stream_logits(
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_eps: float,
+    *,
+    compute: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Return the logits of `mix_streams`, [num_tokens, num_weights]: scale * fn (streams / rms(streams)) + base."""
+    wide, count = streams.to(compute).flatten(1), streams.shape[1]
+    root = (wide.square().mean(-1, keepdim=True) + norm_eps).rsqrt()  # [num_tokens, 1]
+    sections = [count, count, count * count][: len(scale)]
+    factors = scale.to(compute).repeat_interleave(torch.tensor(sections, device=scale.device))
+    return (wide @ fn.to(compute).T) * root * factors + base.to(compute)
+
+
+def mix_streams(
+    streams: torch.Tensor,
+    output: torch.Tensor | None,
+    joins: torch.Tensor | None,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    norm_weight: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    magnitude: float = 2.0,
+    num_iterations: int = 0,
+    compute: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the next part's input, the new streams, and the next joins; see the operation `mix_streams`.
+
+    The new streams are returned unrounded. Everything else is made of them as rounded to their dtype.
+    """
+    count = streams.shape[1]
+    joined = join_streams(streams, output, joins, compute=compute)
+    rounded = joined.to(streams.dtype).to(compute)
+    logits = stream_logits(rounded, fn, base, scale, norm_eps, compute=compute)
+    weights = logits[:, :count].sigmoid() + eps
+    x = rms_norm((weights.unsqueeze(-1) * rounded).sum(1), norm_weight, norm_eps, compute=compute)
+    gains = magnitude * logits[:, count : 2 * count].sigmoid()
+    if num_iterations == 0:
+        return x, joined, gains + eps
+    shares = logits[:, 2 * count :].unflatten(-1, (count, count)).softmax(-1) + eps  # [num_tokens, old, new]
+    shares = shares / (shares.sum(-2, keepdim=True) + eps)
+    for _ in range(num_iterations - 1):
+        shares = shares / (shares.sum(-1, keepdim=True) + eps)
+        shares = shares / (shares.sum(-2, keepdim=True) + eps)
+    return x, joined, torch.cat([gains, shares.flatten(1)], -1)

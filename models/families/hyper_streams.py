@@ -7,7 +7,7 @@ import torch
 from paged.models.families.network import DecoderLayer, rows_of
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm
-from paged.models.layers.hyper_connection import GatedMix, GatedResidual, HyperConnection, StreamsHead
+from paged.models.layers.hyper_connection import GatedMix, GatedResidual, HyperConnection
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -48,22 +48,21 @@ class StreamsLayer(DecoderLayer):
             streams = self.begin(hidden)
 
         # Attention, or the recurrent part.
-        mixed = self.attention_streams(streams)
-        attended = self.attend(_normed(self.before_attention, mixed.x), positions, metadata, outputs)
+        mixed, streams = self.attention_streams(streams, self.before_attention)
+        attended = self.attend(mixed.x, positions, metadata, outputs)
         if self.ranks.size > 1:
             attended = self.ranks.sum(attended)
         lora = metadata.lora
         if outputs is not None:
             streams, mixed, lora = streams[outputs.rows], mixed.rows(outputs.rows), outputs.lora
-        streams = mixed.join(attended, streams)
 
         # The MLP, or experts.
-        mixed = self.mlp_streams(streams)
-        ffn, normed = getattr(self, self.mlp_name), _normed(self.before_mlp, mixed.x)
+        mixed, streams = self.mlp_streams(streams, self.before_mlp, attended, mixed)
+        ffn = getattr(self, self.mlp_name)
         if token_ids is None:
-            hidden = ffn(normed, lora)
+            hidden = ffn(mixed.x, lora)
         else:
-            hidden = ffn(normed, lora, token_ids=rows_of(token_ids, outputs))
+            hidden = ffn(mixed.x, lora, token_ids=rows_of(token_ids, outputs))
         if self.ranks.size > 1:
             hidden = self.ranks.sum(hidden)
         return hidden, mixed.join(hidden, streams)
@@ -89,18 +88,17 @@ class StreamsNorm(RmsNorm):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.norms)
         assert isinstance(config.streams, StreamsConfig)
-        self.head: StreamsHead | None = None
+        self.head: HyperConnection | None = None
         if config.streams.has_head:
-            self.head = StreamsHead(config, config.streams)
+            self.head = HyperConnection(config, config.streams, "hc_head", is_head=True)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normed, residual). residual: [T, N, hidden_size], which contains x already."""
         assert residual is not None
-        if self.head is None:
-            x = residual.mean(1)
-        else:
-            x = self.head(residual)
-        normed, _ = super().forward(x)
+        if self.head is not None:
+            mixed, _ = self.head(residual, self)
+            return mixed.x, residual
+        normed, _ = super().forward(residual.mean(1))
         return normed, residual
 
     def destinations(self, prefix: str) -> Destinations:
@@ -118,11 +116,3 @@ class StreamsMix(GatedMix):
         assert residual is not None
         mixed, _ = self.mix(residual)
         return mixed, residual
-
-
-def _normed(norm: RmsNorm | None, x: torch.Tensor) -> torch.Tensor:
-    """Return x after the norm; mixes of streams that contain their norm have no further one."""
-    if norm is None:
-        return x
-    normed: torch.Tensor = norm(x)[0]
-    return normed

@@ -26,7 +26,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
-from paged.models.layers.hyper_connection import StreamWeights
+from paged.models.layers.hyper_connection import HyperConnection
 from paged.models.layers.indexer import PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
@@ -581,7 +581,7 @@ def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except norms and routers, which stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, (CompressedAttention, LearnedRotation, Pool, RecurrentLayer, SparseMoe, StreamWeights)):
+        if isinstance(module, (CompressedAttention, HyperConnection, LearnedRotation, Pool, RecurrentLayer, SparseMoe)):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.is_zero_centred:
             module.float()

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from paged.kernels.core.operation import Bound
+from paged.kernels.layers.definition import join_streams
+from paged.kernels.layers.mix_streams import mix_streams
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
@@ -17,108 +20,83 @@ class Mixed(NamedTuple):
     """The input of a layer's part, and how its output joins N streams.
 
     Attributes:
-        x: the input, [T, hidden_size].
-        gains: factor for the output in each stream, float32 [T, N, 1].
-        carried: share of each old stream (last axis) in each new one, float32 [T, N, N]; None if streams do not mix.
+        x: the input after its norm, [T, hidden_size].
+        joins: gains of the output and shares of the streams, see `mix_streams`.
     """
 
     x: torch.Tensor
-    gains: torch.Tensor
-    carried: torch.Tensor | None = None
+    joins: torch.Tensor
 
     def rows(self, rows: torch.Tensor) -> Mixed:
         """Return these rows of all tensors."""
-        carried = self.carried
-        if carried is not None:
-            carried = carried[rows]
-        return Mixed(self.x[rows], self.gains[rows], carried)
+        return Mixed(self.x[rows], self.joins[rows])
 
     def join(self, output: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
         """Return the new streams, [T, N, hidden_size]. output: [T, hidden_size]."""
-        wide = streams.float()
-        if self.carried is not None:
-            wide = self.carried @ wide
-        return torch.addcmul(wide, self.gains, output[:, None].float()).to(streams.dtype)
+        return join_streams(streams, output, self.joins, compute=torch.float32).to(streams.dtype)
 
 
-class StreamWeights(nn.Module):
-    """Weights of streams that are made of the streams themselves; all in float32.
+class HyperConnection(nn.Module):
+    """Streams to a part's input by `mix_streams`; its weights are float32 in models of any dtype.
 
-    prefix: beginning of the names of its three tensors in a checkpoint, below the module that has them.
+    prefix: beginning of the names of its three tensors in a checkpoint, below the module that has them. is_head:
+    whether no part follows.
     """
 
-    def __init__(
-        self, config: DecoderConfig, sizes: StreamsConfig, prefix: str, num_weights: int, num_factors: int
-    ) -> None:
+    def __init__(self, config: DecoderConfig, sizes: StreamsConfig, prefix: str, *, is_head: bool = False) -> None:
         super().__init__()
-        self.prefix, self.sizes, self.eps = prefix, sizes, config.norms.eps
-        self.fn = empty_parameter(num_weights, sizes.count * config.hidden_size)
+        count, num_weights, num_factors = sizes.count, sizes.count, 1
+        if not is_head and sizes.num_iterations:
+            num_weights, num_factors = (2 + count) * count, 3
+        elif not is_head:
+            num_weights, num_factors = 2 * count, 2
+        self.prefix, self.eps, self.norm_eps, self.magnitude = prefix, sizes.eps, config.norms.eps, sizes.magnitude
+        self.num_iterations = 0
+        if num_factors == 3:
+            self.num_iterations = sizes.num_iterations
+        self.fn = empty_parameter(num_weights, count * config.hidden_size)
         self.base = empty_parameter(num_weights)
         self.scale = empty_parameter(num_factors)
+        # A site with an output has an operation of its own, because a `Bound` knows calls by their first argument.
+        self.mix, self.join_and_mix = Bound(mix_streams), Bound(mix_streams)
 
     def keep_float32(self) -> None:
         """Convert the parameters back to float32."""
         self.float()
 
-    def logits(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return `fn` times the streams divided by their root mean square, float32 [T, num_weights].
+    def forward(
+        self,
+        streams: torch.Tensor,
+        norm: RmsNorm | None,
+        output: torch.Tensor | None = None,
+        before: Mixed | None = None,
+    ) -> tuple[Mixed, torch.Tensor]:
+        """Return the input of the next part and the streams, [T, N, hidden_size], which `output` has joined.
 
-        streams: [T, N, hidden_size].
+        norm: of the input. output: of the part whose input was `before`, [T, hidden_size].
         """
-        wide = streams.flatten(1).float()
-        root = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (wide @ self.fn.T) * root
-
-    def collapsed(self, streams: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Return the sum of streams times sigmoid(logits) + eps, [T, hidden_size]. logits: [T, N]."""
-        weights = logits.sigmoid() + self.sizes.eps
-        return (weights.unsqueeze(-1) * streams).sum(1).to(streams.dtype)
+        assert norm is not None
+        operation, joins = self.mix, None
+        if before is not None:
+            operation, joins = self.join_and_mix, before.joins
+        x, joined, next_joins = operation(
+            streams,
+            output,
+            joins,
+            self.fn,
+            self.base,
+            self.scale,
+            norm.weight,
+            eps=self.eps,
+            norm_eps=self.norm_eps,
+            magnitude=self.magnitude,
+            num_iterations=self.num_iterations,
+        )
+        return Mixed(x, next_joins), joined
 
     def destinations(self, parent: str) -> Destinations:
         """Return the three tensors; parent: name of the module that has them."""
         return {f"{parent}.{self.prefix}_{part}": getattr(self, part) for part in ("fn", "base", "scale")}
-
-
-class HyperConnection(StreamWeights):
-    """Manifold-constrained hyper-connections (Xie et al., 2026), or independent ones, whose streams do not mix."""
-
-    def __init__(self, config: DecoderConfig, sizes: StreamsConfig, prefix: str) -> None:
-        count = sizes.count
-        if sizes.num_iterations:
-            super().__init__(config, sizes, prefix, (2 + count) * count, 3)
-        else:
-            super().__init__(config, sizes, prefix, 2 * count, 2)
-
-    def forward(self, streams: torch.Tensor) -> Mixed:
-        """Mix streams [T, N, hidden_size]; computed in float32."""
-        sizes, count = self.sizes, self.sizes.count
-        logits = self.logits(streams)
-        pre_scale, post_scale = self.scale[0], self.scale[1]
-        x = self.collapsed(streams, logits[:, :count] * pre_scale + self.base[:count])
-        post = slice(count, 2 * count)
-        gains = sizes.magnitude * (logits[:, post] * post_scale + self.base[post]).sigmoid()
-        if not sizes.num_iterations:
-            return Mixed(x, (gains + sizes.eps).unsqueeze(-1), None)
-
-        # Sinkhorn's iterations let every row and every column sum to 1.
-        comb = logits[:, 2 * count :] * self.scale[2] + self.base[2 * count :]
-        shares = comb.unflatten(-1, (count, count)).softmax(-1) + sizes.eps  # [T, N, N], old streams first
-        shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
-        for _ in range(sizes.num_iterations - 1):
-            shares = shares / (shares.sum(-1, keepdim=True) + sizes.eps)
-            shares = shares / (shares.sum(-2, keepdim=True) + sizes.eps)
-        return Mixed(x, gains.unsqueeze(-1), shares.mT)
-
-
-class StreamsHead(StreamWeights):
-    """The weighted sum of all streams behind the last layer."""
-
-    def __init__(self, config: DecoderConfig, sizes: StreamsConfig) -> None:
-        super().__init__(config, sizes, "hc_head", sizes.count, 1)
-
-    def forward(self, streams: torch.Tensor) -> torch.Tensor:
-        """Return [T, hidden_size]. streams: [T, N, hidden_size]."""
-        return self.collapsed(streams, self.logits(streams) * self.scale + self.base)
 
 
 class StreamsRmsNorm(RmsNorm):
@@ -176,11 +154,19 @@ class GatedResidual(GatedMix):
         super().__init__(config, sizes, name)
         self.inject = empty_parameter(sizes.count, sizes.count * config.hidden_size)
 
-    def forward(self, streams: torch.Tensor) -> Mixed:
-        """Mix streams [T, N, hidden_size]."""
+    def forward(
+        self,
+        streams: torch.Tensor,
+        norm: RmsNorm | None,
+        output: torch.Tensor | None = None,
+        before: Mixed | None = None,
+    ) -> tuple[Mixed, torch.Tensor]:
+        """Return the input of the next part and the streams, as `HyperConnection.forward`. norm: None."""
+        if output is not None and before is not None:
+            streams = before.join(output, streams)
         x, wide = self.mix(streams)
         gains = 2 * (functional.linear(wide, self.inject) / self.count).sigmoid()  # [T, N]
-        return Mixed(x, gains.float().unsqueeze(-1))
+        return Mixed(x, gains.float()), streams
 
     def destinations(self, prefix: str) -> Destinations:
         destinations = super().destinations(prefix)
