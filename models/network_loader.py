@@ -322,12 +322,15 @@ def _is_unused(name: str, config: DecoderConfig) -> bool:
         return True
     match = _LAYER.match(name)
     if match is None:
-        # ERNIE 4.5, MiMo, MiniMax and Qwen store multi-token layers apart.
-        return name.startswith(("model.mtp_", "model.mtp.", "mtp."))
+        # ERNIE 4.5, MiMo, MiniMax and Qwen store multi-token layers apart, dots3-note its towers beside the model.
+        return name.startswith(("model.mtp_", "model.mtp.", "mtp.", "vision_encoder.", "audio_encoder."))
     layer = int(match[1])
     if layer >= config.num_layers:
         return layer < config.num_layers + config.num_mtp_layers
-    return config.attention[layer].shares_kv_with is not None and _KV.match(name, match.end()) is not None
+    attention = config.attention[layer]
+    if attention.latent is not None and attention.window is not None:
+        return name.startswith("self_attn.indexer.", match.end())  # dots3-note has indexers that it does not use
+    return attention.shares_kv_with is not None and _KV.match(name, match.end()) is not None
 
 
 def _check_counts(stored: StoredTensors, config: DecoderConfig, folder: str) -> None:

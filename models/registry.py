@@ -27,6 +27,7 @@ from paged.models.families.deepseek import DEEPSEEK, DEEPSEEK_PARTS
 from paged.models.families.deepseek_v4 import DeepseekV4
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
+from paged.models.families.dots3 import Dots3Note
 from paged.models.families.experts import EXPERT_PARTS, EXPERTS
 from paged.models.families.gemma4 import Gemma4
 from paged.models.families.hy_v4 import HY_V4
@@ -74,6 +75,7 @@ ARCHITECTURES: dict[str, type[Network]] = {
     **DEEPSEEK,
     **AXK2,
     **HY_V4,
+    "Dots3NoteForCausalLM": Dots3Note,
     **HYBRIDS,
     **KIMI,
     **MAMBAS,

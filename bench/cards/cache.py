@@ -350,7 +350,12 @@ CARDS = (
             Row({"heads": (128, 16, 4), **_LATENT}),
             Row({"heads": (32, 16, 4), **_LATENT, "rotates": same(False)}, "unrotated"),
         ),
-        odd={"tokens": _ODD_TOKENS, "heads": (1, 5), "rotates": (False, True), "sizes": ((512, 16), (32, 0), (32, 16))},
+        odd={
+            "tokens": _ODD_TOKENS,
+            "heads": (1, 5),
+            "rotates": (False, True),
+            "sizes": ((1024, 16), (32, 0), (32, 16)),
+        },
         compiled=partial(compiled_latents.write_cases, fused=True),
     ),
     Card(

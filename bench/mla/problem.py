@@ -44,6 +44,7 @@ PROBLEMS = (
     Problem("5 heads, no rotation, blocks of 1", ((1, 30), (20, 24)), heads=5, sizes=(48, 0), block_size=1),
     Problem("one head", ((30, 70), (1, 1)), heads=1, sizes=(256, 64)),
     Problem("sizes of DeepSeek", ((1, 40), (3, 20)), sizes=(512, 64), block_size=64),
+    Problem("sizes of dots3", ((1, 40), (3, 30)), sizes=(1024, 64), block_size=64, window_size=(20, -1)),
     Problem("sinks, not causal", ((3, 30), (1, 600)), heads=3, sinks=True, causal=False, deterministic=True),
     Problem("window", ((1, 300), (5, 90), (30, 30), (40, 70), (1, 3)), heads=3, window_size=(20, -1), padding_rows=1),
     Problem("window on both sides", ((4, 90), (50, 50)), window_size=(3, 9), causal=False, sinks=True, block_size=24),

@@ -65,7 +65,7 @@ def paged_mla_attention(
         kv_cache: [num_blocks, block_size, latent + rope] of the dtype of q or float8_e4m3fn; or uint8 [num_blocks,
             block_size, 656], the fp8 form of FlashMLA and vLLM: 512 e4m3 latents, 4 float32 scales of 128 latents each,
             64 bfloat16 rotated dimensions. Last dimension contiguous.
-        v_head_dim: size of the latent, a multiple of 16 up to 512. So is the rest of a row, which may be 0.
+        v_head_dim: size of the latent, a multiple of 16 up to 1024. The rest of a row is one up to 512, or 0.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
         seq_lens: int32 [num_seqs], lengths in the cache, new tokens included.
@@ -90,7 +90,8 @@ def paged_mla_attention(
 
     Raises:
         InvalidInputError: a shape, dtype, device or value does not fit.
-        UnsupportedError: an argument requires a gradient.
+        UnsupportedError: an argument requires a gradient, or latents above 512 are float32 on a GPU that lacks the
+            shared memory.
     """
     v_head_dim = as_int("v_head_dim", v_head_dim, 1)
     check_tensor("q", q, ("num_tokens", "num_heads", "latent + rope"))

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ..core.checks import MAX_HEAD_DIM
 from ..core.device import LARGE_SHARED_MEMORY, SMALL_SHARED_MEMORY
+from ..core.errors import UnsupportedError
 from ..core.launch import ROW_COUNTS
 from .plan import DECODE_MAX_ROWS, AttentionTile, padded_head_dim
 from .union_kernel import MAX_ENTRIES, MAX_TOKENS
@@ -301,6 +303,13 @@ LATENTS: dict[str, tuple[Row, ...]] = {
         Row(64, 16, 4, 1),
     ),
 }
+# Latents above 512 elements. The sums of 16 rows of 1,024 take 64 registers of a thread in 8 warps.
+# With e4m3 caches, sm_100, sm_103 and sm_120 spill 7 to 9 registers in a loop of 1,600 instructions. So do tiles of
+# other stages, and tiles of 16 warps spill 77.
+WIDE_LATENTS: dict[str, tuple[Row, ...]] = dict.fromkeys(("large", "middle", "small"), (Row(16, 16, 8, 2),))
+WIDE_LATENTS["gfx"] = (Row(16, 16, 4, 1),)
+# Queries and latents in float32 take 139 KB of shared memory. Where that does not fit, there is no tile.
+WIDE_LATENTS_FLOAT32: dict[str, tuple[Row, ...]] = dict.fromkeys(("large", "middle"), (Row(16, 16, 8, 2),))
 LATENTS_FLOAT32: dict[str, tuple[Row, ...]] = {
     "large": (Row(16, 16, 8, 2),),
     "middle": (Row(16, 16, 8, 2),),
@@ -449,9 +458,20 @@ def prefill_tile(
 def mla_tile(
     v_head_dim: int, element_size: int, arch: str, *, rows: int, kind: str = "", chosen: bool = False
 ) -> AttentionTile:
-    """Return the tile of latents for sequences with at most `rows` rows, queries times heads; kind: `latent_kind`."""
+    """Return the tile of latents for sequences with at most `rows` rows, queries times heads; kind: `latent_kind`.
+
+    Raises:
+        UnsupportedError: latents above 512 are float32, and the chip lacks the shared memory.
+    """
     width = v_head_dim * element_size
-    table = LATENTS_FLOAT32 if element_size == 4 else LATENTS
+    if v_head_dim > MAX_HEAD_DIM and element_size == 4 and _chip(arch) not in WIDE_LATENTS_FLOAT32:
+        raise UnsupportedError(
+            f"v_head_dim: {v_head_dim} in float32 on {arch}, supported are up to {MAX_HEAD_DIM}, or 16 bits"
+        )
+    if v_head_dim > MAX_HEAD_DIM:
+        table = WIDE_LATENTS_FLOAT32 if element_size == 4 else WIDE_LATENTS
+    else:
+        table = LATENTS_FLOAT32 if element_size == 4 else LATENTS
     return _choose(table, _Call(arch, rows, width, width, kind, chosen=chosen))
 
 

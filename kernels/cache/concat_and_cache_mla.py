@@ -183,7 +183,7 @@ def concat_and_cache_mla(
 
     Args:
         latent: [num_tokens, latent], float32, float16 or bfloat16, last dimension contiguous. latent is a multiple of
-            16 up to 512.
+            16 up to 1024.
         k_rope: [num_tokens, rope], the rotated dimensions, dtype of latent, last dimension contiguous; rope may be 0.
         kv_cache: as in `paged_mla_attention`: [num_blocks, block_size, latent + rope] in the dtype of latent or
             float8_e4m3fn, or uint8 rows of 656 bytes. Rows of 656 bytes get a float32 scale for each 128 latents: the

@@ -17,6 +17,8 @@ PACKED_BYTES, PACKED_LATENT, PACKED_ROPE, PACKED_GROUP = 656, 512, 64, 128
 # its exponent as a byte) for each 64 codes, a byte of padding.
 RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
 RECORD_DIM = RECORD_CODES + RECORD_ROPE
+# Largest latent, that of dots3-note's layers with a window.
+MAX_LATENT = 1024
 
 
 def latent_kind(kv_cache: torch.Tensor) -> str:
@@ -75,8 +77,8 @@ def check_latent_cache(kv_cache: torch.Tensor, v_head_dim: int, dtype: torch.dty
             raise InvalidInputError(f"kv_cache: strides {kv_cache.stride()}, expected multiples of 4 bytes")
         return PACKED_LATENT + PACKED_ROPE
     rope = size - v_head_dim
-    if not 16 <= v_head_dim <= MAX_HEAD_DIM or v_head_dim % 16:
-        raise InvalidInputError(f"v_head_dim: {v_head_dim}, expected a multiple of 16 from 16 to {MAX_HEAD_DIM}")
+    if not 16 <= v_head_dim <= MAX_LATENT or v_head_dim % 16:
+        raise InvalidInputError(f"v_head_dim: {v_head_dim}, expected a multiple of 16 from 16 to {MAX_LATENT}")
     if rope < 0 or rope % 16 or rope > MAX_HEAD_DIM:
         raise InvalidInputError(
             f"kv_cache: {size} numbers a token, expected v_head_dim {v_head_dim} and a multiple of 16 up to "

@@ -7,6 +7,8 @@ from math import sqrt
 from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.cache.latent_cache import MAX_LATENT
+from paged.kernels.core.checks import MAX_HEAD_DIM
 from paged.kernels.core.errors import shown
 from paged.models.families.dense import query_growth
 from paged.models.families.network import family
@@ -39,9 +41,9 @@ def latent_attention(
         _check_head_dim(hf, rope, nope)
     hf.value("qk_head_dim")  # repeats nope + rope; nothing reads it
     v_head_dim = hf.integer("v_head_dim", hf.integer("hidden_size") // num_heads)
-    for key, size in (("kv_lora_rank", rank), ("qk_rope_head_dim", rope)):
-        if size % 16 or size > 512:
-            raise UnsupportedError(f"{hf.source}: {key} {size}, known are multiples of 16 up to 512")
+    for key, size, largest in (("kv_lora_rank", rank, MAX_LATENT), ("qk_rope_head_dim", rope, MAX_HEAD_DIM)):
+        if size % 16 or size > largest:
+            raise UnsupportedError(f"{hf.source}: {key} {size}, known are multiples of 16 up to {largest}")
     section, scale = rope_section(hf), (nope + rope) ** -0.5
     magnitude = section.number("mscale_all_dim", 0.0, may_be_zero=True)
     if magnitude and section.text("rope_type", section.text("type", "default")) != "default":

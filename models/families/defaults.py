@@ -36,6 +36,7 @@ _VALUES: Mapping[str, tuple[float | None, ...]] = {
     "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 128, None, 4096, 1e-6, 1e4),
     "deepseek_v32": (129_280, 7168, 18_432, 61, 128, 128, None, 163_840, 1e-6, 1e4),
     "deepseek_v4": (129_280, 4096, None, 43, 64, 1, 512, 1_048_576, 1e-6, 1e4),
+    "dots3_note_text": (152_064, 5120, 13_824, 46, 128, 128, 256, 524_288, 1e-5, 8e7),
     "dots1": (152_064, 4608, 10_944, 62, 32, 32, None, 2048, 1e-6, 1e4),
     "ernie4_5": (103_424, 1024, 3072, 18, 16, 2, 128, 131_072, 1e-5, 5e5),
     "ernie4_5_moe": (103_424, 2560, 12_288, 28, 20, 4, None, 131_072, 1e-5, 5e5),
@@ -212,6 +213,12 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "dots1": {
         **_GROUPS, "moe_intermediate_size": 1408, "first_k_dense_replace": 0, "sliding_window": 4096,
         "max_window_layers": 62,
+    },
+    "dots3_note_text": {
+        **_GROUPS, "q_lora_rank": 1024, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "n_routed_experts": 256,
+        "n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True, "moe_intermediate_size": 1536,
+        "shared_experts_intermediate_size": 1536, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1,
     },
     "ernie4_5": {"tie_word_embeddings": True},
     "ernie4_5_moe": {

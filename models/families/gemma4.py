@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.core.errors import shown
+from paged.errors import CheckpointError
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.silu_and_mul import silu_and_mul
 from paged.models.families.dense import gemma_fields
@@ -28,6 +26,7 @@ from paged.models.layers.decoder_config import (
     for_kind,
     layer_windows,
     moe_config,
+    own_values,
     read_head_dim,
 )
 from paged.models.layers.rope import ropes_by_window
@@ -265,19 +264,9 @@ def _layer(hf: HfConfig, index: int, *, sees_all: bool, k_eq_v: bool) -> HfConfi
     """
     heads = hf.integer("num_global_key_value_heads", hf.integer("num_key_value_heads"))
     head_dim = hf.integer("global_head_dim")
-    sizes: dict[str, Any] = {}
-    layers = hf.section("per_layer_config")
-    if layers is None:
-        if sees_all:
-            sizes["head_dim"] = head_dim
-            if k_eq_v:
-                sizes["num_key_value_heads"] = heads
-    else:
-        for key in layers.values:
-            if key.isdecimal() and int(key) == index:  # transformers pads layer numbers with zeros
-                section = layers.section(key)
-                if section is not None:
-                    sizes = dict(section.values)
-    if unknown := sizes.keys() - set(_SIZES):
-        raise UnsupportedError(f"{hf.source}: per_layer_config: {shown(min(unknown))}, known are {', '.join(_SIZES)}")
+    sizes = own_values(hf, index, _SIZES)
+    if hf.value("per_layer_config") is None and sees_all:
+        sizes["head_dim"] = head_dim
+        if k_eq_v:
+            sizes["num_key_value_heads"] = heads
     return hf.overridden(sizes)

@@ -583,7 +583,7 @@ def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     for module in root.modules():
         if isinstance(module, (CompressedAttention, HyperConnection, LearnedRotation, Pool, RecurrentLayer, SparseMoe)):
             module.keep_float32()
-        elif isinstance(module, RmsNorm) and module.is_zero_centred:
+        elif isinstance(module, RmsNorm) and module.has_float32_weight:
             module.float()
 
 

@@ -145,7 +145,9 @@ class LatentConfig:
         q_rank: size of the queries' latent; None if one projection makes queries from the hidden state.
         nope_dim, rope_dim: sizes of the parts of a query head that do not rotate and that rotate.
         v_head_dim: size of a head's value.
-        eps: eps of the norms of both latents.
+        q_factor, kv_factor: factors for both latents, after their norms.
+        norms_rope: whether the rotated part of a key has a norm too.
+        eps: eps of these norms.
         reads_both: whether queries are made of their latent after its norm and before it, side by side.
         index: the layer's indexer, which chooses the keys of a query; None for no indexer.
         shares_choice: whether the layer attends to the keys that the nearest earlier indexer chose. A layer without an
@@ -158,6 +160,9 @@ class LatentConfig:
     nope_dim: int
     rope_dim: int
     v_head_dim: int
+    q_factor: float = 1.0
+    kv_factor: float = 1.0
+    norms_rope: bool = False
     eps: float = 1e-6
     reads_both: bool = False
     index: IndexConfig | None = None
@@ -306,6 +311,7 @@ class NormConfig:
     Attributes:
         eps: added to the mean square.
         zero_centred: whether weights are stored minus 1.
+        factor: the weights are multiplied by it.
         subtracts_mean: whether it is a layer norm, which first subtracts the mean.
         gate_rank: rank of the gates of `GatedNormLayer`; 0 for norms without gates.
         bias: whether a layer norm has a bias.
@@ -315,6 +321,7 @@ class NormConfig:
 
     eps: float
     zero_centred: bool = False
+    factor: float = 1.0
     subtracts_mean: bool = False
     gate_rank: int = 0
     bias: bool = False

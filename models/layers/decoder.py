@@ -164,14 +164,15 @@ class Linear(nn.Module):
 class RmsNorm(nn.Module):
     """RMS norm of x, or of its sum with a residual stream.
 
-    Weights stored minus 1 are float32 in models of any dtype, because 1 + weight in bfloat16 would move the logits by
-    half as much as all other roundings (see models/limits.md). In float32 the result equals transformers' bit for bit.
+    Weights stored minus 1, or times a factor, are float32 in models of any dtype, because 1 + weight in bfloat16 would
+    move the logits by half as much as all other roundings (see models/limits.md). In float32 the result equals
+    transformers' bit for bit.
     """
 
     def __init__(self, size: int, config: NormConfig) -> None:
         super().__init__()
         self.weight = empty_parameter(size)
-        self.eps, self.is_zero_centred = config.eps, config.zero_centred
+        self.eps, self.is_zero_centred, self.factor = config.eps, config.zero_centred, config.factor
         self.rms_norm, self.fused_add_rms_norm = Bound(rms_norm), Bound(fused_add_rms_norm)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,11 +181,18 @@ class RmsNorm(nn.Module):
             return self.rms_norm(x, self.weight, self.eps), x
         return self.fused_add_rms_norm(x, residual, self.weight, self.eps)
 
+    @property
+    def has_float32_weight(self) -> bool:
+        """Whether the weight differs from the stored one."""
+        return self.is_zero_centred or self.factor != 1
+
     def destinations(self, prefix: str) -> Destinations:
-        if not self.is_zero_centred:
+        if not self.has_float32_weight:
             return {f"{prefix}.weight": self.weight}
-        weight = self.weight
-        destination = ConvertedDestination(weight.shape, weight.dtype, lambda less: weight.copy_(less).add_(1))
+        weight, factor, offset = self.weight, self.factor, int(self.is_zero_centred)
+        destination = ConvertedDestination(
+            weight.shape, weight.dtype, lambda stored: weight.copy_(stored).add_(offset).mul_(factor)
+        )
         return {f"{prefix}.weight": destination}
 
 

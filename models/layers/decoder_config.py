@@ -230,6 +230,26 @@ def layer_kinds(
     return tuple(kinds)
 
 
+def own_values(hf: HfConfig, index: int, known: Sequence[str]) -> dict[str, Any]:
+    """Return a layer's own values of `known` keys in transformers' `per_layer_config`; empty without the key.
+
+    Raises:
+        UnsupportedError: the layer has a value of another key.
+    """
+    layers = hf.section("per_layer_config")
+    values: dict[str, Any] = {}
+    if layers is not None:
+        for key in layers.values:
+            section = None
+            if key.isdecimal() and int(key) == index:  # transformers pads layer numbers with zeros
+                section = layers.section(key)
+            if section is not None:
+                values = dict(section.values)
+    if unknown := values.keys() - set(known):
+        raise UnsupportedError(f"{hf.source}: per_layer_config: {shown(min(unknown))}, known are {', '.join(known)}")
+    return values
+
+
 def without_attention(num_heads: int, head_dim: int) -> dict[str, Any]:
     """Return fields of `decoder_config` for a model whose layers all keep a state. Heads are those of the state."""
     return {

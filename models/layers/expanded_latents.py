@@ -14,7 +14,7 @@ from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.latent_cache import dequantized
-from paged.models.layers.config import LatentConfig
+from paged.models.layers.config import AttentionConfig, LatentConfig
 from paged.step.metadata import HostArrays
 from paged.step.staging import to_device
 
@@ -22,17 +22,24 @@ from paged.step.staging import to_device
 PIECE_BYTES = 1 << 28
 
 
-def expands(q_len: int, seq_len: int, sizes: LatentConfig) -> bool:
+def expands(q_len: int, seq_len: int, sizes: LatentConfig, window: int | None = None) -> bool:
     """Return whether `q_len` queries at the end of `seq_len` tokens take fewer operations with expanded latents.
+
+    window: number of visible tokens, the token itself included; None for all.
 
     Attention to expanded keys takes fewer operations for each query and key, but each token must be expanded first. So
     a whole prompt always expands, and a long context only under a chunk of enough queries. models/limits.md derives
     the counts.
     """
-    pairs = q_len * (seq_len - q_len) + q_len * (q_len + 1) // 2
+    if window is None:
+        window = seq_len
+    context = seq_len - q_len
+    num_growing = min(max(window - 1 - context, 0), q_len)  # queries that see all tokens before them
+    pairs = num_growing * context + num_growing * (num_growing + 1) // 2 + (q_len - num_growing) * window
+    num_expanded = min(seq_len, q_len + window - 1)
     saved = 2 * (2 * sizes.rank - sizes.nope_dim - sizes.v_head_dim)
     projection = 2 * sizes.rank * (sizes.nope_dim + sizes.v_head_dim)
-    return q_len > 1 and pairs * saved + q_len * projection >= seq_len * projection
+    return q_len > 1 and pairs * saved + q_len * projection >= num_expanded * projection
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,8 @@ class Split:
 
     Attributes:
         rows: int64, query rows of the sequences that expand; None for all.
-        pieces: pieces of the contexts in order, then a last piece with the rest of every sequence and its queries.
+        pieces: pieces of the contexts in order, then a last piece with the rest of every sequence and its queries. With
+            a window there is the last piece alone, which begins with the first block that a query sees.
         absorbed: the sequences that absorb; None if there are none.
     """
 
@@ -80,24 +88,33 @@ class Split:
 
 
 def split_step(
-    host: HostArrays, table: int, block_size: int, sizes: LatentConfig, num_heads: int, itemsize: int, device: Any
+    host: HostArrays, table: int, block_size: int, layer: AttentionConfig, itemsize: int, device: Any
 ) -> Split | None:
-    """Return how to compute a step, or None if no sequence expands."""
+    """Return how to compute a step of latent attention, or None if no sequence expands."""
+    sizes, window = layer.latent, layer.window
+    assert sizes is not None
     offsets_q, all_lens, block_tables = host
     cu_seqlens_q = offsets_q.astype(np.int64)
     q_lens = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
     seq_lens = all_lens.astype(np.int64)
     pairs = zip(q_lens.tolist(), seq_lens.tolist(), strict=True)
-    is_expanded = np.array([expands(q_len, seq_len, sizes) for q_len, seq_len in pairs], bool)
+    is_expanded = np.array([expands(q_len, seq_len, sizes, window) for q_len, seq_len in pairs], bool)
     if not is_expanded.any():
         return None
-    token_bytes = num_heads * (sizes.nope_dim + sizes.rope_dim + sizes.v_head_dim) * itemsize
+    token_bytes = layer.num_heads * (sizes.nope_dim + sizes.rope_dim + sizes.v_head_dim) * itemsize
     blocks_at_once = max(1, PIECE_BYTES // (token_bytes * block_size))
     seqs = np.flatnonzero(is_expanded)
     tables = block_tables[table][seqs]
     pieces: list[Piece] = []
-    for blocks, counts, lengths, is_last in _parts(tables, seq_lens[seqs], q_lens[seqs], block_size, blocks_at_once):
-        pieces.append(_piece(blocks, counts, lengths, q_lens[seqs], is_last, device))
+    contexts = seq_lens[seqs] - q_lens[seqs]
+    first_blocks = np.zeros_like(contexts)  # blocks before these are not visible
+    num_before = contexts // block_size  # blocks before the last piece
+    if window is not None:
+        first_blocks = num_before = np.maximum(contexts - window + 1, 0) // block_size
+    for blocks, counts, lengths, is_last in _parts(
+        tables, seq_lens[seqs], first_blocks, num_before, block_size, blocks_at_once
+    ):
+        pieces.append(_piece(blocks, counts, lengths, q_lens[seqs], is_last, layer.window_size, device))
     if is_expanded.all():
         return Split(None, tuple(pieces), None)
     is_expanded_row = np.repeat(is_expanded, q_lens)
@@ -125,18 +142,20 @@ def _offsets(q_lens: NDArray[np.int64]) -> NDArray[np.int32]:
 def _parts(
     tables: NDArray[np.int32],
     seq_lens: NDArray[np.int64],
-    q_lens: NDArray[np.int64],
+    first_blocks: NDArray[np.int64],
+    num_before: NDArray[np.int64],
     block_size: int,
     blocks_at_once: int,
 ) -> Iterator[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], bool]]:
     """Yield blocks, the number of blocks and of tokens of each sequence, and whether these are the last blocks.
 
-    The last part begins with the block of a sequence's first query, so it is the only part that needs the causal mask.
+    The last part begins with block `num_before` of a sequence, at the latest the block of its first query. So it is the
+    only part that needs a mask. The parts before it begin with block `first_blocks`.
     """
-    num_before = (seq_lens - q_lens) // block_size  # blocks before the queries
-    # The sequence of each block, and the block's index in the table of the sequence.
-    owners = np.repeat(np.arange(len(num_before)), num_before)
-    indices = np.arange(len(owners)) - np.repeat(np.cumsum(num_before) - num_before, num_before)
+    # The sequence of each block before the last part, and the block's index in the table of the sequence.
+    num_context = num_before - first_blocks
+    owners = np.repeat(np.arange(len(num_before)), num_context)
+    indices = np.arange(len(owners)) - np.repeat(np.cumsum(num_context) - num_before, num_context)
     for start in range(0, len(owners), blocks_at_once):
         seqs = owners[start : start + blocks_at_once]
         counts = np.bincount(seqs, minlength=len(num_before))
@@ -153,6 +172,7 @@ def _piece(
     lengths: NDArray[np.int64],
     q_lens: NDArray[np.int64],
     is_last: bool,
+    window_size: tuple[int, int],
     device: Any,
 ) -> Piece:
     starts = np.cumsum(counts) - counts
@@ -168,6 +188,7 @@ def _piece(
         "seq_lens": seq_lens,
         "max_seqlen_q": longest,
         "causal": is_last,
+        "window_size": window_size,
         "plan": plan,
     }
     return Piece(block_ids, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,11 +84,14 @@ class LatentAttention(nn.Module):
             if sizes.reads_both:
                 q_inputs *= 2
             self.q_b_proj = Linear(q_inputs, {"q_b_proj": q_size})
-            self.q_norm = RmsNorm(sizes.q_rank, norms)
+            self.q_norm = RmsNorm(sizes.q_rank, replace(norms, factor=sizes.q_factor))
         self.kv_norm: RmsNorm | None = None
+        self.rope_norm: RmsNorm | None = None
         if layer.shares_kv_with is None:
             self.down_sizes["kv_a_proj_with_mqa"] = sizes.rank + sizes.rope_dim
-            self.kv_norm = RmsNorm(sizes.rank, norms)
+            self.kv_norm = RmsNorm(sizes.rank, replace(norms, factor=sizes.kv_factor))
+            if sizes.norms_rope:
+                self.rope_norm = RmsNorm(sizes.rope_dim, norms)
         self.down_proj: Linear | None = None
         if self.down_sizes:
             self.down_proj = Linear(hidden, self.down_sizes, bias=layer.qkv_bias)
@@ -155,6 +159,8 @@ class LatentAttention(nn.Module):
             self.rotate(positions, q_rope, None, self.cos_sin_cache, interleaved=self.interleaved)
         else:
             latent, k_rope = down["kv_a_proj_with_mqa"].split((sizes.rank, sizes.rope_dim), -1)  # [T, rank], [T, rope]
+            if self.rope_norm is not None:
+                k_rope, _ = self.rope_norm(k_rope)
             self.write(
                 q_rope,
                 latent,
@@ -233,7 +239,7 @@ class LatentAttention(nn.Module):
             self.config.softmax_scale,
             self.k_scale,
             self.sinks,
-        )
+        )  # [rows that expand, H, v]
         absorbed = split.absorbed
         if absorbed is None:
             return expanded
@@ -265,9 +271,7 @@ class LatentAttention(nn.Module):
         key = self.table, self.config
         if key not in splits:
             block_size, device = self.kv_cache.shape[1], self.kv_cache.device
-            splits[key] = split_step(
-                host, self.table, block_size, self.sizes, self.config.num_heads, self.up.itemsize, device
-            )
+            splits[key] = split_step(host, self.table, block_size, self.config, self.up.itemsize, device)
         return splits[key]
 
     def _absorbed(
@@ -294,6 +298,7 @@ class LatentAttention(nn.Module):
             max_seqlen_q=queries.max_seqlen_q,
             softmax_scale=self.config.softmax_scale,
             sinks=self.sinks,
+            window_size=self.config.window_size,
             k_scale=self.k_scale,
             indices=indices,
             plan=queries.plan,
@@ -308,6 +313,8 @@ class LatentAttention(nn.Module):
                 destinations |= projection.destinations(prefix)
         if self.kv_norm is not None:
             destinations |= self.kv_norm.destinations(f"{prefix}.kv_a_layernorm")
+        if self.rope_norm is not None:
+            destinations |= self.rope_norm.destinations(f"{prefix}.k_rope_only_layernorm")
         if self.q_b_proj is None:
             destinations |= self.q_proj.destinations(prefix)
         else:

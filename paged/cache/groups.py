@@ -166,7 +166,8 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
 
     Groups of one kind (same shape and window) are joined, then cut into equal parts. The block size chosen wastes the
     least memory, first of all in tables without a window, because long sequences fill these. If some layers have a
-    window, a block holds all layers of one kind. Tables are sorted: no window first, then by falling window.
+    window, a block holds all layers of one kind, except where all caches are of latents and several kinds have no
+    window. Tables are sorted: no window first, then by falling window.
     """
     if not groups:
         return (NoKvTable(),)
@@ -187,7 +188,8 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     least = max(kind.num_slots(width, 1) for kind in kinds)
     of_kinds = {kind.num_slots(width, len(layers)) for kind, layers in kinds.items()}
     sizes = sorted({max(least, num_planes) for num_planes in of_kinds}, reverse=True)
-    if len(kinds) > 1 and all(kind.most_seen is None for kind in kinds):
+    num_unwindowed = sum(kind.most_seen is None for kind in kinds)
+    if num_unwindowed > 1 and all(kind.most_seen is None or kind.latent for kind in kinds):
         # Try every number of planes. The best one halves the cache of GLM-5.2, see limits.md.
         sizes = list(range(sizes[0], least - 1, -1))
     few = [num_planes for num_planes in sizes if sum(counts(num_planes)) <= _MAX_TABLES]

@@ -63,6 +63,24 @@ _WORDS: dict[str, dict[str, Any]] = {
         "indexer_types": ["full", "shared", "full", "shared", "full"],
         **_yarn(attention_factor=1.0),
     },
+    # Layers with a window have other sizes.
+    "two_latents": {
+        "layer_types": ["indexed_attention", _SLIDING, _SLIDING],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "per_layer_config": {
+            layer: {
+                "num_attention_heads": 6,
+                "num_key_value_heads": 6,
+                "q_lora_rank": 32,
+                "kv_lora_rank": 48,
+                "qk_nope_head_dim": 20,
+                "qk_rope_head_dim": 32,
+                "head_dim": 52,
+                "v_head_dim": 16,
+            }
+            for layer in (1, 2)
+        },
+    },
     "indexer": {"index_topk": 5, "index_head_dim": 32, "index_n_heads": 16},
     # Twenty entries of 2 positions, of which a query attends to three, and ten of 4 positions.
     "deepseek_v4_layers": {
@@ -232,6 +250,9 @@ FAMILIES = Families(
         o_lora_rank=16 hc_mult=3 hc_sinkhorn_iters=4 num_hash_layers=1""",
     dots1="""Dots1 routed_experts window n_group=4 topk_group=2 n_shared_experts=2 norm_topk_prob=True
         routed_scaling_factor=2.5 first_k_dense_replace=1 max_window_layers=1""",
+    dots3_note="""Dots3NoteText latent indexer routed_experts window two_latents n_group=4 topk_group=2
+        num_hidden_layers=3 routed_scaling_factor=1.5 attention_bias=True pad_token_id=0
+        shared_experts_intermediate_size=48""",
     ernie4_5="Ernie4_5 use_bias=True pad_token_id=0",
     ernie4_5_moe="""Ernie4_5_Moe head_dim=16 moe_num_experts=8 moe_k=3 moe_intermediate_size=32 pad_token_id=0
         moe_num_shared_experts=2""",

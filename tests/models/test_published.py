@@ -88,6 +88,8 @@ def scaled(values: dict[str, Any], model_type: str) -> dict[str, Any]:
             own["num_key_value_heads"] = kv_heads
         if "swa_num_key_value_heads" in values:
             own |= {"swa_num_key_value_heads": 2 * kv_heads, "swa_num_attention_heads": own["num_attention_heads"]}
+    if model_type == "dots3_note_text":
+        own |= {"swa_num_key_value_heads": 4, "swa_num_attention_heads": 4}
     if model_type == "glm5_next_text":
         own |= {"linear_num_heads": 4, "linear_head_dim": 16}
     if "linear_attn_config" in values:
@@ -259,9 +261,9 @@ _ROPES: list[dict[str, Any]] = [
 _ROPE_KEYS = {"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"}
 
 
-# Of Laguna and LFM3 transformers reads `rope_parameters` alone. Later models of MiMo-V2 have another rope_theta. Ling's
-# original length is transformers' default, whatever the file says.
-_OTHER_ROTATIONS = ("bailing_hybrid", "laguna", "lfm3", "mimo_v2_flash")
+# Of Laguna and LFM3, and of dots3-note in its own form, transformers reads `rope_parameters` alone. Later models of
+# MiMo-V2 have another rope_theta. Ling's original length is transformers' default, whatever the file says.
+_OTHER_ROTATIONS = ("bailing_hybrid", "dots3_note", "laguna", "lfm3", "mimo_v2_flash")
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in _OTHER_ROTATIONS])

@@ -31,7 +31,7 @@ IN_INTERPRETER = ("gemma3", "gpt_oss", "llama3_rope", "mistral", "qwen3_moe_norm
 ONCE_IN_INTERPRETER = [
     *("cohere2", "ernie4_5_moe", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "hunyuan_moe", "llama4"),
     *("deepseek_v4", "glm5_next", "hy_v4", "kimi_k3", "mimo_v2_flash", "minimax_m2", "minimax_m3", "ministral3"),
-    *("olmo2", "phi3", "qwen4_exp", "smollm3"),
+    *("dots3_note", "mistral_large4", "olmo2", "phi3", "qwen4_exp", "smollm3"),
 ]
 # Windows, chunks, interleaved and partial rotation, norms of heads before and after it, experts.
 BY_NUMBA = (

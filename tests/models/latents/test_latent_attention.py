@@ -1,6 +1,7 @@
 """Latent attention in models: absorbed and expanded, on both sides of where one takes fewer operations."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_absorbed_and_expanded_give_the_same_logits(case: Case, chosen: str, mon
     rules = {"none": lambda q: False, "all": lambda q: True, "long": lambda q: q > 9, "short": lambda q: q <= 9}
     sizes: list[tuple[int, int]] = []
 
-    def rule(q_len: int, seq_len: int, _: LatentConfig) -> bool:
+    def rule(q_len: int, seq_len: int, *_: object) -> bool:
         sizes.append((q_len, seq_len))
         return rules[chosen](q_len)
 
@@ -73,11 +74,13 @@ def test_absorbed_and_expanded_give_the_same_logits(case: Case, chosen: str, mon
 
 
 def test_what_expands_takes_fewer_operations() -> None:
-    """By counting: 2,176 operations a pair and 262,144 a query against 640 and 262,144 a token."""
-    for q_len, seq_len in ((2, 2), (170, 100_000), (172, 100_000), (100, 1000), (90, 1000), (4096, 4096), (1, 1)):
-        pairs = sum(seq_len - q_len + i + 1 for i in range(q_len))
-        is_fewer = 640 * pairs + 262_144 * seq_len <= 2176 * pairs + 262_144 * q_len
-        assert expands(q_len, seq_len, DEEPSEEK) == (is_fewer and q_len > 1)
+    """By counting: 2,176 operations a pair and 262,144 a query against 640 and 262,144 a token that a query sees."""
+    lengths = (2, 2), (170, 100_000), (172, 100_000), (100, 1000), (90, 1000), (4096, 4096), (1, 1), (800, 900)
+    for (q_len, seq_len), window in product(lengths, (None, 1, 64, 512, 950)):
+        pairs = sum(min(seq_len - q_len + i + 1, window or seq_len) for i in range(q_len))
+        seen = min(seq_len, q_len + (window or seq_len) - 1)
+        is_fewer = 640 * pairs + 262_144 * seen <= 2176 * pairs + 262_144 * q_len
+        assert expands(q_len, seq_len, DEEPSEEK, window) == (is_fewer and q_len > 1)
     assert expands(172, 1 << 24, DEEPSEEK)
     assert not expands(170, 1 << 24, DEEPSEEK)
 

@@ -234,6 +234,17 @@ _ROWS = {
         num_hash_layers=3 num_nextn_predict_layers=1 o_groups=8 o_lora_rank=1024 q_lora_rank=1024 qk_rope_head_dim=64
         eps=1e-06 theta=10000 routed_scaling_factor=1.5 scoring_func='sqrtsoftplus' sliding_window=128
         swiglu_limit=10.0 topk_method='noaux_tc' untied v=129280""",
+    # By the keys that transformers and vLLM read, with transformers' values.
+    "dots-studio/dots3-note-prev": """Dots3Note silu no_bias dots3_layers h=5120 i=13824 l=46 q=128 kv=128 max=524288
+        moe=1536 top=8 d=256 model_type='dots3_note' apply_mla_qkv_lora_rescale=True attention_gate_type='headwise'
+        eps=1e-5 first_k_dense_replace=1 index_head_dim=128 index_n_heads=64 index_topk=2048 kv_lora_rank=512
+        moe_layer_freq=1 moe_shared_expert_intermediate_size=1536 n_group=1 n_routed_experts=256 n_shared_experts=1
+        norm_topk_prob=True num_nextn_predict_layers=1 q_lora_rank=1024 qk_nope_head_dim=128 qk_rope_head_dim=64
+        theta=80000000 routed_scaling_factor=1.0 scoring_func='sigmoid' sliding_window_size=512
+        swa_attention_gate_type='headwise' swa_head_dim=256 swa_kv_lora_rank=1024 swa_num_attention_heads=64
+        swa_num_key_value_heads=64 swa_q_lora_rank=1024 swa_qk_nope_head_dim=192 swa_qk_rope_head_dim=64
+        swa_rope_theta=50000 swa_v_head_dim=128 topk_group=1 topk_method='noaux_tc' untied use_dsa=True
+        use_sliding_window=True v_head_dim=128 v=152064""",
     "zai-org/GLM-5": """GlmMoeDsa silu no_bias h=6144 i=12288 l=78 q=64 kv=64 max=202752 moe=2048 top=8 ep_size=1
         first_k_dense_replace=3 index_head_dim=128 index_n_heads=32 index_topk=2048 kv_lora_rank=512 moe_layer_freq=1
         n_group=1 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=True num_nextn_predict_layers=1

@@ -248,6 +248,7 @@ WORDS: dict[str, dict[str, Any]] = {
             rope_theta=10000.0 rope_type='yarn'"""
         ),
     },
+    "dots3_layers": {"layer_types": [_FULL if layer < 2 or layer % 4 == 1 else _SLIDING for layer in range(46)]},
     "yarn_v2_lite": _mla_yarn(40, 0.707, 32),
     "yarn_v3": _mla_yarn(40, 1.0, 32),
     "yarn_k2": _mla_yarn(32.0, 1.0, 1.0),
