@@ -16,9 +16,8 @@ from . import definition
 
 MAX_STREAMS = 8
 # The sums need all of `fn`, 1.5 MB for four streams of 4,096 numbers. Programs of 128 columns share it: each reads
-# 48 KB once for its tokens. 16 tokens are the least of `dot`; prompts take 32, because 64 spill on gfx942.
-_BLOCK_D = 128
-_FEW_TOKENS = 512
+# 48 KB once for its tokens. 16 tokens are the least of `dot`; 32 tokens of 8 warps spill 167 registers on gfx942.
+_BLOCK_T, _BLOCK_D = 16, 128
 
 
 @triton.jit
@@ -227,10 +226,9 @@ def mix_streams(
     by_triton = use_triton(streams)
     if by_triton and streams.numel():
         sizes = {"COUNT": count, "SIZE": size, "NUM_WEIGHTS": len(base), "PADDED": padded}
-        block_t, join_warps = (16, 4) if num_tokens <= _FEW_TOKENS else (32, 8)
         join = Launch(
             _join_streams_kernel,
-            (cdiv(num_tokens, block_t), num_splits),
+            (cdiv(num_tokens, _BLOCK_T), num_splits),
             {
                 "num_tokens": num_tokens,
                 **strides("token stream", streams=streams),
@@ -238,10 +236,10 @@ def mix_streams(
                 **strides("weight", fn=fn),
                 **sizes,
                 "MIXES": joins is not None and joins.shape[1] > count,
-                "BLOCK_T": block_t,
+                "BLOCK_T": _BLOCK_T,
                 "BLOCK_D": _BLOCK_D,
             },
-            num_warps=join_warps,
+            num_warps=4,
             num_stages=1,
         )
         block_size = triton.next_power_of_2(size)
