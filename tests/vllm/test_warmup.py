@@ -15,6 +15,7 @@ from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
 
 from paged.interop.vllm_plugin import register
 from tests.emulated_device.emulator.device import EmulatedCuda
+from tests.vllm.latent_runner import LatentRunner
 from tests.vllm.runner import Batch, Runner
 
 pytestmark = pytest.mark.thorough
@@ -40,12 +41,19 @@ def batches(device: torch.device) -> list[Batch]:
     return [Batch.on(device, *each) for each in lengths]
 
 
-def started(device: torch.device, options: dict[str, Any], layer: dict[str, Any], *, by_flag: bool) -> Runner:
+def started(
+    device: torch.device,
+    options: dict[str, Any],
+    layer: dict[str, Any],
+    *,
+    by_flag: bool,
+    kind: type[Runner] = Runner,
+) -> Runner:
     """A runner after what vLLM does between its layers' making and the first request."""
     registry = JitWarmupRegistry(None)
     layer = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in layer.items()}
     with registry.activate():
-        runner = Runner(device, **{"dtype": torch.bfloat16, "layers": (layer,), **options})
+        runner = kind(device, **{"dtype": torch.bfloat16, "layers": (layer,), **options})
     registry.vllm_config = runner.config
     runner.config.attention_config.use_non_causal = by_flag
     registry.warmup()
@@ -72,4 +80,37 @@ def test_nothing_is_compiled_while_serving(case: str, monkeypatch: pytest.Monkey
         late = {(kernel.name, str(cuda.report.nearest(kernel))) for kernel in cuda.report.compiled_after(mark)}
         assert late == set()
         assert {launch.kernel for launch in cuda.report.launches[mark.launches :]} == used
+        cuda.report.check()
+
+
+class _Sparse(LatentRunner):
+    backend = "PAGED_MLA_SPARSE"
+
+
+# What a runner over latents is made with.
+LATENTS: dict[str, tuple[type[LatentRunner], dict[str, Any]]] = {
+    "dense": (LatentRunner, {"rank": 512}),
+    "dense in fp8": (LatentRunner, {"rank": 256, "kv_cache_dtype": "fp8"}),
+    "chosen keys": (_Sparse, {"rank": 512}),
+    "rows of 656 bytes": (_Sparse, {"rank": 512, "kv_cache_dtype": "fp8_ds_mla"}),
+}
+
+
+@pytest.mark.parametrize("case", LATENTS)
+def test_nothing_of_latents_is_compiled_while_serving(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes, verify rows and prompts without context, whose cached part vLLM's own operations gather."""
+    register()
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
+    kind, options = LATENTS[case]
+    with EmulatedCuda(num_sms=132, executes=False) as cuda:
+        device = torch.device("cuda", 0)
+        runner = started(device, options, {}, by_flag=False, kind=kind)
+        mark = cuda.report.mark()
+        lengths = [((length, length),) for length in (1, 2, 5, 9, 17, 33, 70, 120)]
+        lengths += [((1, 470),), ((1, 1),) * 30, ((5, 20),) * 15, ((1, 70), (64, 64)), ((3, 40), (9, 9), (30, 30))]
+        for batch in [Batch.on(device, *each) for each in lengths]:
+            runner.forward(batch, runner.metadata(batch), runner.tensors(batch.num_tokens))
+        late = {(kernel.name, str(cuda.report.nearest(kernel))) for kernel in cuda.report.compiled_after(mark)}
+        assert late == set()
+        assert len(cuda.report.launches) > mark.launches
         cuda.report.check()

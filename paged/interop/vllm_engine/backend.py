@@ -6,7 +6,8 @@ keys before values, with the strides of any of vLLM's layouts. It is read and wr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -64,7 +65,19 @@ class PagedBackend(AttentionBackend):
         return None
 
 
-class PagedImpl(AttentionImpl[PagedMetadata]):
+# A step of a layer over padding alone.
+PaddingStep = Callable[[], None]
+
+
+class HasWarmup(ABC):
+    """A layer's attention whose kernels `AttentionWarmup` compiles."""
+
+    @abstractmethod
+    def padding_steps(self, layer: Any, vllm_config: Any) -> list[PaddingStep]:
+        """Return steps of every size that selects other tiles; none if the layer has no cache."""
+
+
+class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
     """Attention of one layer."""
 
     supports_dcp = True
@@ -117,7 +130,19 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         # Layers can share a binding if these properties and the layouts of their tensors are equal.
         slopes = None if alibi_slopes is None else tuple(alibi_slopes)
         self.kind = self.scale, self.window_size, self.logits_soft_cap, self.is_batch_invariant, slopes
-        _WARMUP.register_warmup()
+        WARMUP.register_warmup()
+
+    def padding_steps(self, layer: Any, vllm_config: Any) -> list[PaddingStep]:
+        """If the cache is distributed over ranks, there are none, because the ranks would wait for each other."""
+        steps: list[PaddingStep] = []
+        if not layer.kv_cache.numel() or self.dcp_world_size > 1:
+            return steps
+        flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
+        longest = vllm_config.scheduler_config.max_num_batched_tokens
+        for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest):
+            for by_flag in flags:
+                steps.append(partial(_run, layer, num_tokens, vllm_config.model_config.max_model_len, by_flag))
+        return steps
 
     def forward(
         self,
@@ -211,45 +236,31 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         return k_cache, v_cache
 
 
-# Layer, number of rows, number of keys for the choice of tiles, and whether each sequence has its own causal flag.
-LayerStep = tuple[Any, int, int, bool]
-
-
-class AttentionWarmup(VllmJitKernel[LayerStep]):
+class AttentionWarmup(VllmJitKernel[PaddingStep]):
     """Warm-up of attention and cache-write kernels for vLLM's kernel registry.
 
     vLLM asks for the steps when the layers have their caches, and compiles them before it captures graphs.
     """
 
-    def get_warmup_keys(self, vllm_config: Any) -> list[LayerStep]:
-        """Return steps of every size that selects other tiles, for each layer.
-
-        If the cache is distributed over ranks, there are none, because the ranks would wait for each other.
-        """
-        context = vllm_config.compilation_config.static_forward_context
-        layers = [layer for layer in context.values() if isinstance(getattr(layer, "impl", None), PagedImpl)]
-        flags = (False, True) if vllm_config.attention_config.use_non_causal else (False,)
-        longest = vllm_config.scheduler_config.max_num_batched_tokens
-        steps = []
-        for layer in layers:
-            runs_alone = layer.kv_cache.numel() and layer.impl.dcp_world_size == 1
-            if not runs_alone:
-                continue
-            for num_tokens in step_sizes((layer.num_heads // layer.num_kv_heads,), longest):
-                for by_flag in flags:
-                    steps.append((layer, num_tokens, vllm_config.model_config.max_model_len, by_flag))
+    def get_warmup_keys(self, vllm_config: Any) -> list[PaddingStep]:
+        """Return the `padding_steps` of all layers."""
+        steps: list[PaddingStep] = []
+        for layer in vllm_config.compilation_config.static_forward_context.values():
+            impl = getattr(layer, "impl", None)
+            if isinstance(impl, HasWarmup):
+                steps += impl.padding_steps(layer, vllm_config)
         return steps
 
-    def compile(self, compile_key: LayerStep) -> None:
+    def compile(self, compile_key: PaddingStep) -> None:
         self.compile_many([compile_key])
 
-    def compile_many(self, compile_keys: Iterable[LayerStep]) -> None:
+    def compile_many(self, compile_keys: Iterable[PaddingStep]) -> None:
         """Compile several kernels at once and launch them. Afterwards PAGED_JIT controls compilation."""
         steps = list(compile_keys)
 
         def run() -> None:
             for step in steps:
-                _run(*step)
+                step()
 
         is_disabled = None if is_global_first_rank() else True  # None: tqdm shows the bar only on a terminal
         run_compiled(run, partial(tqdm, desc="paged attention", unit="kernel", disable=is_disabled))
@@ -287,4 +298,4 @@ def _run(layer: Any, rows: int, max_seq_len: int, by_flag: bool) -> None:
         layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, out)
 
 
-_WARMUP = AttentionWarmup()
+WARMUP = AttentionWarmup()

@@ -7,6 +7,7 @@ expands to keys and values. Both attend here. A cached row is [latent, rotated d
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any, ClassVar
 
@@ -27,10 +28,11 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES
-from paged.interop.vllm_engine.backend import PagedBackend
+from paged.interop.vllm_engine.backend import WARMUP, HasWarmup, PaddingStep, PagedBackend
 from paged.interop.vllm_engine.metadata import PackedKeys, is_capturing
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.attention.tiles import step_sizes
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
 from paged.kernels.cache.latent_cache import PACKED_BYTES, check_latent_cache
 from paged.kernels.core.operation import bound_for, layout
@@ -171,7 +173,7 @@ class PagedMlaBuilder(LatentBuilder, MLACommonMetadataBuilder[MLACommonMetadata]
             metadata.decode.plans.clear()
 
 
-class LatentImpl:
+class LatentImpl(HasWarmup):
     """The part of a layer's implementation that dense and sparse layers share; mixed into one of vLLM's.
 
     vLLM's class gives num_heads, head_size, scale, kv_lora_rank and kv_cache_dtype.
@@ -193,6 +195,71 @@ class LatentImpl:
         attention_config = get_current_vllm_config().attention_config
         if attention_config.mla_prefill_backend is None:  # the layer reads it next
             attention_config.mla_prefill_backend = MLAPrefillBackendEnum[PagedPrefill.get_name()]
+        WARMUP.register_warmup()
+
+    def chosen_positions(self) -> torch.Tensor | None:
+        """Return the indexer's buffer of a sparse layer, int32 [most tokens, top_k]; None of a dense one."""
+        return None
+
+    def padding_steps(self, layer: Any, vllm_config: Any) -> list[PaddingStep]:
+        """Return steps of every size that selects other tiles of latents, or of the keys that prompts expand them to.
+
+        There are none if the layer has no cache.
+        """
+        impl: Any = self
+        steps: list[PaddingStep] = []
+        if not layer.kv_cache.numel():
+            return steps
+        longest = vllm_config.scheduler_config.max_num_batched_tokens
+        positions = self.chosen_positions()
+        if positions is not None:
+            longest = min(longest, len(positions))
+        flags = (True, False) if vllm_config.attention_config.use_non_causal else (True,)
+        for num_tokens in step_sizes((impl.num_heads, 1), longest):
+            for causal in flags:
+                steps.append(
+                    partial(self._run_padding, layer, num_tokens, vllm_config.model_config.max_model_len, causal)
+                )
+        return steps
+
+    def _run_padding(self, layer: Any, num_tokens: int, max_seq_len: int, causal: bool) -> None:
+        """Write, attend to the cache and attend as prompts do, all for padding alone."""
+        impl: Any = self
+        cache, dtype = layer.kv_cache, layer.kv_b_proj.params_dtype
+        device, rank = cache.device, impl.kv_lora_rank
+        none = torch.zeros(2, dtype=torch.int32, device=device)  # no queries, so all rows are padding
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
+
+        def zeros(*size: int) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        # Latents and rotated dimensions are views of one tensor, separate, or only the latter are a view.
+        rows = zeros(num_tokens, rank + impl.qk_rope_head_dim)
+        views = rows[:, :rank], rows[:, None, rank:]
+        apart = [view.contiguous() for view in views]
+        for latents, rope in (views, apart, (apart[0], views[1])):
+            self.do_kv_cache_update(latents, rope, cache, slots, impl.kv_cache_dtype, layer._k_scale)
+        requests = CachedRequests(
+            block_table=none[:1, None],
+            seq_lens=none[:1],
+            dcp_tot_seq_lens=None,
+            query_start_loc=none,
+            max_query_len=num_tokens,
+            max_seq_len=max_seq_len,
+        )
+        indices = self.chosen_positions()
+        if indices is not None:
+            indices = indices[:num_tokens]
+        q = zeros(num_tokens, impl.num_heads, rank + impl.qk_rope_head_dim)
+        self.attend_cached(q, cache, requests, layer, causal=causal, indices=indices)
+        if isinstance(layer.prefill_backend, PagedPrefill):
+            k = zeros(num_tokens, impl.num_heads, impl.qk_nope_head_dim + impl.qk_rope_head_dim)
+            # vLLM expands a latent to a key's first part and a value, side by side.
+            v = zeros(num_tokens, impl.num_heads, impl.qk_nope_head_dim + impl.v_head_dim)[..., impl.qk_nope_head_dim :]
+            keys = PackedKeys.of(none, num_tokens, none, num_tokens)
+            for is_new, return_lse in ((True, False), (True, True), (False, True)):
+                options = {"softmax_scale": layer.prefill_backend.scale, "causal": is_new, "return_lse": return_lse}
+                keys.attend(k, k, v, **options)
 
     def _check(self, named: dict[str, Any]) -> None:
         known = signature(super().__init__).parameters

@@ -97,6 +97,9 @@ class PagedSparseMlaImpl(LatentImpl, SparseMLACommonImpl[PagedSparseMlaMetadata]
             raise InvalidInputError("topk_indices_buffer: None, expected the indexer's")
         self.masked_mha_available = False
 
+    def chosen_positions(self) -> torch.Tensor | None:
+        return self.topk_indices_buffer  # type: ignore[no-any-return]
+
     def forward_mqa(
         self,
         q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

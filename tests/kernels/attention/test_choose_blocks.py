@@ -140,7 +140,7 @@ NUMBA_MUTATIONS = {
     "the highest id of a tie": ("return (bits << 32) + (_LAST_ID - block)", "return (bits << 32) + block"),
     "the root is not the worst": ("if heap[child] >= rank:", "if True:"),
     "the scale of another key": ("*= scratch[key_scales + j]", "*= scratch[key_scales]"),
-    "the exponent of 8 bits is one off": ("np.float32(2.0**120)", "np.float32(2.0**121)"),
+    "8 bits are one bit off": ("magnitude << np.int32(20)", "magnitude << np.int32(19)"),
     "the sign of 8 bits is lost": ("(code & np.int32(0x80))", "(code & np.int32(0))"),
 }  # fmt: skip
 
