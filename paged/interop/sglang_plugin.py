@@ -1,0 +1,48 @@
+"""Plug-in for SGLang's entry point `sglang.srt.plugins`: registers the attention backend `paged`."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import version
+from typing import Any
+
+from paged.interop.sglang_interface import INTERFACE
+
+BACKEND = "paged"
+# Tested versions of SGLang. Another version is accepted if it has all marked lines of sglang_interface.txt.
+VERSIONS = ("0.5.23",)
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the backend as `--attention-backend paged` without selecting it. SGLang calls this in every process.
+
+    If SGLang's version is untested and its interface differs, it logs a warning and registers nothing.
+    """
+    installed = version("sglang")
+    if installed not in VERSIONS:
+        gone = INTERFACE.gone()
+        if gone:
+            _LOGGER.warning("attention backend %s is not registered: sglang %s lacks %s", BACKEND, installed, gone)
+            return
+        _LOGGER.warning(
+            "sglang %s is untested with attention backend %s; its interface is as expected", installed, BACKEND
+        )
+    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if BACKEND not in ATTENTION_BACKEND_CHOICES:
+        ATTENTION_BACKEND_CHOICES.append(BACKEND)
+    register_attention_backend(BACKEND)(make_backend)
+
+
+def make_backend(runner: Any) -> Any:
+    """Return the backend of a model runner.
+
+    Raises:
+        UnsupportedError: the runner's model, pools or options need what the backend does not do.
+    """
+    from paged.interop.sglang_backend import PagedAttnBackend
+
+    return PagedAttnBackend(runner)
