@@ -9,12 +9,12 @@ import torch
 
 from paged.cache.groups import DEFAULT_RING, CacheGroup, ConvSpec, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
-from paged.cache.pooled_groups import PooledGroup
+from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
 from paged.errors import InvalidInputError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
-from paged.models.layers.compressed_cache import compressed_groups, largest_pool
+from paged.models.layers.compressed_cache import compressed_groups, num_cache_layers, whole_pools
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
@@ -27,6 +27,8 @@ _CPU_BYTES = 1 << 30
 GPU_FRACTION = 0.9
 # Largest fraction of the cache's memory for states of recurrent layers. models/limits.md compares states and K/V.
 _STATE_FRACTION = 0.5
+# Largest fraction of the cache's memory for rows of open pools. A slot of DeepSeek-V4 is 5,000 tokens of 16 bits.
+_OPEN_FRACTION = 0.25
 # Most blocks of a cache without K/V. They take no memory on the device, and the host keeps 84 bytes for each.
 _MOST_EMPTY_BLOCKS = 1 << 20
 # Largest number of recurrent-state slots on a GPU: for each of 256 sequences, two slots and one snapshot.
@@ -44,12 +46,14 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     more: index 2 * num_layers + i for rows of the convolution, and 3 * num_layers + i for token ids. Compressed
     entries, and rows of open pools, are further layers as in `compressed_groups`.
 
-    fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys.
+    fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys. With compressed entries,
+    block_size is one of them.
     """
     if config.attention[0].compressed is not None:
         dtype = fields.get("dtype") or torch.get_default_dtype()
-        fields["groups"] = compressed_groups(config.attention, dtype)
-        return PagedKvCacheConfig(3 * config.num_layers, config.num_kv_heads, config.head_dim, **fields)
+        fields["groups"] = compressed_groups(config.attention, dtype, fields["block_size"])
+        num_layers = num_cache_layers(config.attention)
+        return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None and config.attends[index]:
@@ -151,12 +155,12 @@ def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype:
 
 
 def chosen_block_size(config: DecoderConfig, block_size: int | None, device: torch.device) -> int:
-    """Return the tokens of a block: `block_size`, or if that is None the device's default or the longest pool.
+    """Return the tokens of a block: `block_size`, or if that is None the device's default or whole pools.
 
     Raises:
         InvalidInputError: blocks of block_size do not consist of whole pools.
     """
-    pool = largest_pool(config.attention)
+    pool = whole_pools(config.attention)
     if block_size is None:
         return in_whole_pools(config, default_block_size(device_of(device).arch))
     if block_size % pool:
@@ -166,7 +170,7 @@ def chosen_block_size(config: DecoderConfig, block_size: int | None, device: tor
 
 def in_whole_pools(config: DecoderConfig, block_size: int) -> int:
     """Return the smallest number of tokens from `block_size` on that consists of whole pools."""
-    pool = largest_pool(config.attention)
+    pool = whole_pools(config.attention)
     return -(-block_size // pool) * pool
 
 
@@ -204,6 +208,13 @@ def sized_cache_config(
         states = _with_slots(states, load_options, dtype, fraction)
         cache = replace(cache, recurrent=states)
         state_bytes = (states.num_slots + 1) * states.slot_bytes(dtype)
+    groups: list[CacheGroup] = []
+    for group in cache.groups or ():
+        if isinstance(group, OpenPoolGroup):
+            group = _with_row_slots(group, load_options)
+            state_bytes = (group.num_row_slots + 1) * group.slot_bytes
+        groups.append(group)
+    cache = replace(cache, groups=groups or None)
     num_tables = len(cache.tables)
     num_blocks = (load_options.num_blocks or 0) * num_tables
     if not num_blocks:
@@ -240,13 +251,24 @@ def _with_slots(
     """
     append = load_options.max_drafts + 1
     recurrent = replace(recurrent, max_append=append, ring=max(DEFAULT_RING, append))
-    slot_bytes, num_slots = recurrent.slot_bytes(dtype), load_options.num_state_slots
+    num_slots = _num_slots(recurrent.slot_bytes(dtype), load_options, fraction)
+    num_swap_slots = min(num_slots, load_options.num_swap_blocks)
+    interval = load_options.snapshot_interval
+    return replace(recurrent, num_slots=num_slots, num_swap_slots=num_swap_slots, snapshot_interval=interval)
+
+
+def _with_row_slots(group: OpenPoolGroup, load_options: LoadOptions) -> OpenPoolGroup:
+    """Return rows of open pools with the number of slots, from the options or a fraction of the cache's memory."""
+    num_slots = _num_slots(group.slot_bytes, load_options, _OPEN_FRACTION)
+    return replace(group, num_row_slots=num_slots, num_swap_slots=min(num_slots, load_options.num_swap_blocks))
+
+
+def _num_slots(slot_bytes: int, load_options: LoadOptions, fraction: float) -> int:
+    """Return the number of slots of this size: the option, or as many as a fraction of the cache's memory holds."""
+    num_slots = load_options.num_state_slots
     if num_slots is None and load_options.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(load_options.device)
         num_slots = min(int(free_bytes * GPU_FRACTION * fraction) // slot_bytes, _MOST_SLOTS)
     elif num_slots is None:
         num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
-    num_slots = max(num_slots, 2)
-    num_swap_slots = min(num_slots, load_options.num_swap_blocks)
-    interval = load_options.snapshot_interval
-    return replace(recurrent, num_slots=num_slots, num_swap_slots=num_swap_slots, snapshot_interval=interval)
+    return max(num_slots, 2)

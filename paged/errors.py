@@ -34,7 +34,7 @@ class PinBudgetError(OutOfBlocksError):
 
 
 class OutOfStateSlotsError(OutOfBlocksError):
-    """The cache has too few free slots for states of recurrent layers for a call.
+    """The cache has too few free slots for states of recurrent layers, or for rows of open pools, for a call.
 
     Attributes:
         needed: slots that the call needs besides the slots of its sequences.
@@ -43,7 +43,7 @@ class OutOfStateSlotsError(OutOfBlocksError):
 
     def __init__(self, needed: int, free: int) -> None:
         super().__init__(needed, free)
-        self.args = (f"needs {needed} more state slots for recurrent layers, {free} are free",)
+        self.args = (f"needs {needed} more slots for states or rows of sequences, {free} are free",)
 
 
 class CanaryError(PagedError):

@@ -47,9 +47,9 @@ class BlockSpace:
         self.device = executor.info().device
         self._has_draft_head = capabilities.has_draft_head
         self._growth = 0
-        recurrent = manager.config.recurrent
-        # In a step, each sequence may read one state slot and write another.
-        self._max_sequences = sys.maxsize if recurrent is None else recurrent.num_slots // 2
+        num_slots = manager.config.num_slots
+        # In a step, each sequence may read one slot and write another.
+        self._max_sequences = sys.maxsize if num_slots is None else num_slots // 2
         self._max_tokens = sys.maxsize
         if not self.can_fork:
             self._max_sequences = capabilities.max_batch_size or sys.maxsize
@@ -245,9 +245,9 @@ class BlockSpace:
             num_usable = handle.num_tokens
             if self._runs_fixed_chunks:
                 num_usable = completion.full_chunks(num_usable)
-            elif self._has_draft_head and num_usable and self.manager.config.recurrent is None:
+            elif self._has_draft_head and num_usable and not self.manager.config.has_slots:
                 # The head needs the hidden state of the token before the first new one, so run one cached token again.
-                # Recurrent layers keep no state there; the head then sees zeros once.
+                # Recurrent layers and open pools keep nothing there; the head then sees zeros once.
                 num_usable -= 1
             if num_usable < handle.num_tokens:
                 try:

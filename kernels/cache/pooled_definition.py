@@ -87,11 +87,16 @@ def pooled_entries(
     if positions is not None:
         firsts = positions[closing] - pool_size + 1
     if row_table is not None and cu_seqlens_q is not None and firsts is not None and position_bias is not None:
-        seqs = torch.searchsorted(cu_seqlens_q.long(), closing, right=True) - 1  # [m]
         before = firsts[:, None] + offsets - 1  # [m, pool], positions of the pool before
+        starts_before = slots[:, 0] - pool_size  # [m]
+        # The pool before the first one of a block lies at the end of another.
         block_size = row_cache.shape[1]
-        blocks = row_table.long()[seqs[:, None], before.clamp(min=0) // block_size]
-        rows_before = _rows_at(row_cache, blocks * block_size + before.clamp(min=0) % block_size).to(compute)
+        (of_blocks,) = torch.where((slots[:, 0] % block_size == 0) & (firsts > 0))
+        seqs = torch.searchsorted(cu_seqlens_q.long(), closing[of_blocks], right=True) - 1
+        blocks = row_table.long()[seqs, firsts[of_blocks] // block_size - 1]
+        starts_before[of_blocks] = (blocks + 1) * block_size - pool_size
+        slots_before = starts_before[:, None] + offsets + pool_size - 1
+        rows_before = _rows_at(row_cache, slots_before.clamp(min=0)).to(compute)
         rows, position_bias = _joined(rows_before, rows, before >= 0, position_bias.to(compute))
     entries = Finish(**finish)(pool_rows(rows, position_bias), firsts)
     return entry_slots[closing] // pool_size, entries

@@ -118,7 +118,8 @@ def write_pooled_entries(
         rotates_last: whether the last rotary_dim elements rotate, in place of the first.
         row_table: int32 [num_seqs, blocks], the blocks of row_cache of each sequence, last dimension contiguous, beside
             position_bias, positions and cu_seqlens_q; None for pools that do not overlap. The pool before is read, so
-            its rows must be in the cache.
+            its rows must be in the cache: in the slots before the pool, or if a block begins with the pool, at the end
+            of the block before in row_table.
         cu_seqlens_q: int32 [num_seqs + 1], offsets of each sequence's tokens.
 
     Raises:

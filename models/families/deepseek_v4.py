@@ -118,7 +118,12 @@ def _deepseek_v4(hf: HfConfig, main: RopeConfig, compressed: RopeConfig) -> dict
         num_groups=num_groups,
         group_rank=hf.integer("o_lora_rank"),
     )
-    rates = _pool_sizes(hf)
+    rates, window = _pool_sizes(hf), hf.integer("sliding_window")
+    if window <= rates[_SPARSE]:
+        raise UnsupportedError(
+            f"{hf.source}: sliding_window {window}, expected more than the {rates[_SPARSE]} positions of a pool that "
+            "the next pool overlaps"
+        )
     index = IndexConfig(
         hf.integer("index_n_heads"),
         hf.integer("index_head_dim", minimum=rope_dim),
@@ -143,7 +148,7 @@ def _deepseek_v4(hf: HfConfig, main: RopeConfig, compressed: RopeConfig) -> dict
         "num_kv_heads": 1,
         "head_dim": head_dim,
         "softmax_scale": head_dim**-0.5,
-        "window": hf.integer("sliding_window"),
+        "window": window,
         "rope": tuple(ropes[kind] for kind in kinds),
         "compressed": tuple(of_kind[kind] for kind in kinds),
         "activation": "silu_10",

@@ -20,8 +20,7 @@ from paged.kernels.cpu.products import pack
 from paged.kernels.layers.linear import linear
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
 from paged.models.layers.attention_options import WidthNorm
-from paged.models.layers.compressed_attention import CompressedAttention, Pool
-from paged.models.layers.compressed_cache import entry_areas, row_layer
+from paged.models.layers.compressed_attention import CompressedAttention, CompressedPools, Pool
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
@@ -339,7 +338,7 @@ class Network(nn.Module):
         all_attention = [*config.attention]
         if self.draft_head is not None:
             all_attention.append(self.draft_head.attention)
-        areas = entry_areas(all_attention, kv_manager.config.dtype or torch.get_default_dtype())
+        pools = CompressedPools(kv_manager, all_attention, held)
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
             layer.set_states(kv_manager, index, len(layers))
             if layer.self_attn is None:
@@ -348,11 +347,7 @@ class Network(nn.Module):
             layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
             attention = layer.self_attn
             if isinstance(attention, CompressedAttention):
-                if index in areas:
-                    area, rows = areas[index], row_layer(all_attention, index)
-                    entries = area.entries(held.of(kv_manager.k_cache(area.layer)), attention.sizes.pool_size)
-                    row_cache = held.of(kv_manager.k_cache(rows))
-                    attention.set_pools(entries, kv_manager.table_of(area.layer), row_cache, kv_manager.table_of(rows))
+                pools.give(attention, index)
                 continue
             indexer = attention.indexer
             if indexer is not None:

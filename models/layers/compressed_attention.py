@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.choose_keys import choose_keys
 from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
-from paged.kernels.cache.latent_cache import write_index_keys
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.models.layers.config import CompressedConfig, DecoderConfig, NormConfig
+from paged.models.layers.attention import HeldCaches
+from paged.models.layers.compressed_cache import entries_layer, entry_indices, open_layer
+from paged.models.layers.config import AttentionConfig, CompressedConfig, DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.latent_attention import UpProjection
+from paged.models.layers.open_rows import RowPlaces, SharedPlaces, rows_of_step
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -33,16 +36,16 @@ class Pool(nn.Module):
     """
 
     entry_cache: torch.Tensor  # [num_blocks, entries of a block, D] or a form of 8 bits
-    row_cache: torch.Tensor  # float32 [num_blocks, block_size, row_size]
     cos_sin_cache: torch.Tensor
 
     def __init__(self, head_dim: int, sizes: CompressedConfig, norms: NormConfig) -> None:
         super().__init__()
-        self.pool_size, self.overlaps = sizes.pool_size, sizes.index is not None
+        self.pool_size, self.overlaps = sizes.pool_size, sizes.overlaps
         self.width = 2 * head_dim if self.overlaps else head_dim
         self.position_bias = empty_parameter(sizes.pool_size, self.width)
         self.norm, self.eps = RmsNorm(head_dim, norms), norms.eps
-        self.write_entries = Bound(write_pooled_entries)
+        # By the shape of a step's memory; each is bound once for a number of tokens.
+        self._writes: dict[tuple[int, int], Bound[..., None]] = {}
 
     def keep_float32(self) -> None:
         """Convert the offsets back to float32."""
@@ -50,20 +53,24 @@ class Pool(nn.Module):
 
     def write(
         self,
-        row_table: torch.Tensor,
-        row_slots: torch.Tensor,
+        rows: torch.Tensor,
+        places: RowPlaces,
         entry_slots: torch.Tensor,
         positions: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
     ) -> None:
-        """Write the entries of the pools that the step's tokens close; their rows are written already."""
+        """Write the entries of the pools that the step's tokens close.
+
+        rows: float32 [*places.shape, 2 * width], values and gates of these tokens and of those before in their pools.
+        """
         overlap: dict[str, torch.Tensor] = {}
         if self.overlaps:
-            overlap = {"row_table": row_table, "cu_seqlens_q": cu_seqlens_q}
-        self.write_entries(
-            self.row_cache,
+            overlap = {"row_table": places.table, "cu_seqlens_q": cu_seqlens_q}
+        write = self._writes.setdefault(places.shape, Bound(write_pooled_entries, by=2))
+        write(
+            rows,
             self.entry_cache,
-            row_slots,
+            places.step_slots,
             entry_slots,
             pool_size=self.pool_size,
             position_bias=self.position_bias,
@@ -152,8 +159,11 @@ class CompressedAttention(nn.Module):
     k_scale: torch.Tensor | None = None  # unused: rows of 8 bits have scales of their own
     v_scale: torch.Tensor | None = None
     entry_table: int
-    row_table: int
-    row_cache: torch.Tensor
+    open_rows: torch.Tensor
+    borders: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
+    places: SharedPlaces
+    finds_places: bool
     attend: Callable[..., Any]
     group_weights: torch.Tensor
     ones: torch.Tensor
@@ -196,24 +206,43 @@ class CompressedAttention(nn.Module):
         self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
         self.ones = torch.ones(self.config.head_dim, device=k_cache.device)
 
-    def set_pools(self, entries: torch.Tensor, entry_table: int, row_cache: torch.Tensor, row_table: int) -> None:
-        """Give the layer the caches of entries and of rows, and the indices of their block tables.
+    def set_pools(
+        self,
+        entries: Sequence[torch.Tensor],
+        entry_table: int,
+        open_rows: torch.Tensor,
+        borders: torch.Tensor | None,
+        places: SharedPlaces,
+        *,
+        finds_places: bool,
+    ) -> None:
+        """Give the layer its entries, the index of their block table, and its rows of open pools.
 
-        entries: [num_blocks, entries of a block, size], each an entry, then its index key. row_cache: [num_blocks,
-        block_size, 1, size].
+        Args:
+            entries: [num_blocks, entries of a block, size], the layer's, then its index keys if it has an indexer.
+            open_rows: float32 [num_slots + 1, kept rows, row_size].
+            borders: [num_blocks, 1, size] for pools that overlap.
+            places: where rows lie in a step; with finds_places, the layer finds them.
         """
         assert self.pool is not None
-        self.entry_table, self.row_table = entry_table, row_table
-        self.row_cache = rows = row_cache.squeeze(2).view(torch.float32)
-        head_dim, width = self.config.head_dim, self.pool.width
-        self.pool.entry_cache, self.pool.row_cache = entries[..., :head_dim], rows[..., : 2 * width]
-        self.pool.cos_sin_cache = self.cos_sin_cache
-        if self.indexer is not None:
-            pool, size = self.indexer.pool, self.indexer.config.key_size(entries.dtype)
-            keys = entries[..., head_dim : head_dim + size]
-            if keys.dtype != torch.float32:
-                keys = keys.view(torch.uint8)
-            pool.entry_cache, pool.row_cache, pool.cos_sin_cache = keys, rows[..., 2 * width :], self.cos_sin_cache
+        self.entry_table, self.open_rows = entry_table, open_rows
+        self.places, self.finds_places = places, finds_places
+        self.pool.entry_cache, self.pool.cos_sin_cache = entries[0], self.cos_sin_cache
+        if self.indexer is None or borders is None:
+            return
+        pool, keys = self.indexer.pool, entries[1]
+        if keys.dtype != torch.float32:
+            keys = keys.view(torch.uint8)
+        pool.entry_cache, pool.cos_sin_cache = keys, self.cos_sin_cache
+        self.borders = borders.squeeze(1).view(torch.float32).unflatten(-1, (self.sizes.pool_size, -1))
+        # Of values and gates, a pool takes the first halves of the pool before.
+        columns: list[int] = []
+        start = 0
+        for other in self.pools:
+            for _ in ("values", "gates"):
+                columns += range(start, start + other.width // 2)
+                start += other.width
+        self.columns = torch.tensor(columns, device=open_rows.device)
 
     def derive_from_weights(self, dtype: torch.dtype) -> None:
         """Read the groups' projections as matrices of `dtype`; call it when weights are at their final addresses."""
@@ -242,16 +271,29 @@ class CompressedAttention(nn.Module):
         self.rotate(positions, rotated_q, rotated_row, self.cos_sin_cache, interleaved=True)
         self.write(row[:, :plain_size], row[:, plain_size:], self.kv_cache, slot_mapping)
 
-        # Write rows and entries of pools.
+        # Write entries, and keep rows of open pools.
         entries: torch.Tensor | None = None
         entry_table: torch.Tensor | None = None
         if self.pool is not None:
             entries = self.pool.entry_cache
             entry_table, entry_slots = metadata.table(self.entry_table)
-            row_table, row_slots = metadata.table(self.row_table)
-            write_index_keys(self.row_proj(hidden).float(), self.row_cache, row_slots)
+            if self.finds_places:
+                self.places.find(
+                    sizes,
+                    metadata,
+                    num_kept=self.open_rows.shape[1],
+                    block_size=self.kv_cache.shape[1],
+                    window_table=self.table,
+                    entry_table=self.entry_table,
+                )
+            places = self.places.places
+            rows = self.row_proj(hidden).float()  # [T, row_size]
+            memory = rows_of_step(rows, places, self.open_rows, self.borders, self.columns)
+            start = 0
             for pool in self.pools:
-                pool.write(row_table, row_slots, entry_slots, positions, metadata.cu_seqlens_q)
+                end = start + 2 * pool.width
+                pool.write(memory[..., start:end], places, entry_slots, positions, metadata.cu_seqlens_q)
+                start = end
 
         # Choose entries, and attend.
         queries: AttentionMetadata | OutputRows = metadata
@@ -297,3 +339,29 @@ class CompressedAttention(nn.Module):
         if self.indexer is not None:
             destinations |= self.indexer.destinations(f"{prefix}.indexer")
         return destinations
+
+
+class CompressedPools:
+    """The caches of entries and of open rows that a model's layers share, see `compressed_groups`."""
+
+    def __init__(self, kv_manager: PagedKvCacheManager, attention: Sequence[AttentionConfig], held: HeldCaches) -> None:
+        self._manager, self._attention, self._held = kv_manager, attention, held
+        self._indices = entry_indices(attention)
+        self._places: dict[tuple[CompressedConfig, int], SharedPlaces] = {}
+
+    def give(self, attention: CompressedAttention, index: int) -> None:
+        """Give layer `index` the caches of its pools, if it has any. Layers come in their order."""
+        if index not in self._indices:
+            return
+        manager, held, layer = self._manager, self._held, entries_layer(self._attention)
+        entries: list[torch.Tensor] = []
+        for number in range(len(attention.pools)):
+            entries.append(held.of(manager.entries(layer, self._indices[index] + number)))
+        borders: torch.Tensor | None = None
+        if attention.sizes.overlaps:
+            borders = held.of(manager.entries(index))
+        key = attention.sizes, manager.table_of(index)
+        finds_places = key not in self._places
+        places = self._places.setdefault(key, SharedPlaces())
+        open_rows = held.of(manager.open_rows(open_layer(self._attention, index)))
+        attention.set_pools(entries, manager.table_of(layer), open_rows, borders, places, finds_places=finds_places)

@@ -1,98 +1,102 @@
 """The cache of layers with compressed entries: rows of windows, entries, and rows of open pools.
 
-A block holds whole pools, so an entry lies in the block of its pool's positions and is written with the last of them.
-Copies, forks, prefix hits, swap, tiers and truncations then treat it like that position's key. Rows of open pools are
-kept as far as the next entry needs them, in tables with a window.
+All entries lie in one layer of the cache, and blocks consist of whole pools. Rows of open pools lie in a slot for each
+sequence. A pool that overlaps the last one of the block before finds it at that block's border, behind the window.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from paged.cache.groups import CacheGroup
+from paged.cache.pooled_groups import BorderGroup, Entries, EntriesGroup, OpenPart, OpenPoolGroup
 from paged.models.layers.config import AttentionConfig, CompressedConfig
 
 
-class EntryArea(NamedTuple):
-    """Where a layer's entries lie: in a part of every block of one cache layer.
-
-    Attributes:
-        layer: layer of the cache.
-        start, size: first element of a position's share of entries, and its elements.
-    """
-
-    layer: int
-    start: int
-    size: int
-
-    def entries(self, cache: torch.Tensor, pool_size: int) -> torch.Tensor:
-        """Return the entries, [num_blocks, entries of a block, size of an entry].
-
-        cache: [num_blocks, block_size, 1, elements]; its blocks consist of whole pools.
-        """
-        block_size = cache.shape[1]
-        blocks = cache.view(len(cache), -1)  # [num_blocks, elements of a block]
-        area = blocks[:, block_size * self.start : block_size * (self.start + self.size)]
-        return area.view(len(area), block_size // pool_size, pool_size * self.size)
+def entries_layer(attention: Sequence[AttentionConfig]) -> int:
+    """Return the layer of the cache with all entries."""
+    return len(attention)
 
 
-def _pooling_layers(attention: Sequence[AttentionConfig]) -> dict[CompressedConfig, list[int]]:
-    """Return the layers with each kind of pool."""
-    layers: dict[CompressedConfig, list[int]] = {}
+def open_layer(attention: Sequence[AttentionConfig], index: int) -> int:
+    """Return the layer of the cache with a layer's rows of open pools."""
+    return len(attention) + 1 + index
+
+
+def num_cache_layers(attention: Sequence[AttentionConfig]) -> int:
+    """Return the number of layers of the cache."""
+    return open_layer(attention, len(attention))
+
+
+def entry_indices(attention: Sequence[AttentionConfig]) -> dict[int, int]:
+    """Return the index of each layer's entries in the layer of all entries; those of an indexer's keys come next."""
+    indices: dict[int, int] = {}
+    count = 0
     for index, layer in enumerate(attention):
         sizes = layer.compressed
         if sizes is not None and sizes.pool_size:
-            layers.setdefault(sizes, []).append(index)
-    return layers
+            indices[index] = count
+            count += 1 + (sizes.index is not None)
+    return indices
 
 
-def entry_areas(attention: Sequence[AttentionConfig], dtype: torch.dtype) -> dict[int, EntryArea]:
-    """Return the area of each layer with pools, in a cache of `dtype`.
-
-    A layer of the cache holds the entries of one layer of each kind, beside each other.
-    """
-    areas: dict[int, EntryArea] = {}
-    start = 0
-    for sizes, layers in _pooling_layers(attention).items():
-        size = sizes.entry_share(attention[layers[0]].head_dim, dtype)
-        for rank, index in enumerate(layers):
-            areas[index] = EntryArea(len(attention) + rank, start, size)
-        start += size
-    return areas
-
-
-def row_layer(attention: Sequence[AttentionConfig], index: int) -> int:
-    """Return the layer of the cache with a layer's rows of open pools."""
-    return 2 * len(attention) + index
-
-
-def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype) -> list[CacheGroup]:
+def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, block_size: int) -> list[CacheGroup]:
     """Return the groups of a model whose layers all have `compressed`, in a cache of `dtype`.
 
-    They hold the rows of windows, the entries, and the rows of open pools.
+    They hold the entries, the rows of windows, with and without borders, and the rows of open pools.
     """
     first = attention[0]
-    layers = tuple(range(len(attention)))
-    groups = [CacheGroup(layers, 1, first.head_dim, first.head_dim, sliding_window=first.window, latent=True)]
-    areas = entry_areas(attention, dtype)
-    if areas:
-        size = max(area.start + area.size for area in areas.values())
-        entry_layers = sorted({area.layer for area in areas.values()})
-        groups.append(CacheGroup(tuple(entry_layers), 1, size, size, latent=True))
-    for sizes, pooling in _pooling_layers(attention).items():
-        row_layers = tuple(row_layer(attention, index) for index in pooling)
-        size = sizes.row_size(first.head_dim, dtype)
-        groups.append(CacheGroup(row_layers, 1, size, size, sliding_window=sizes.row_window, latent=True))
+    head_dim, window = first.head_dim, first.window
+    entries: list[Entries] = []
+    parts: list[OpenPart] = []
+    bordered: dict[CompressedConfig, list[int]] = {}
+    plain: list[int] = []
+    for index, layer in enumerate(attention):
+        sizes = layer.compressed
+        assert sizes is not None
+        if sizes.overlaps:
+            bordered.setdefault(sizes, []).append(index)
+        else:
+            plain.append(index)
+        if not sizes.pool_size:
+            continue
+        entries.append(Entries(sizes.pool_size, head_dim))
+        if sizes.index is not None:
+            entries.append(Entries(sizes.pool_size, sizes.index.key_size(dtype)))
+        parts.append(OpenPart((open_layer(attention, index),), sizes.row_size(head_dim), sizes.num_earlier_rows))
+    groups: list[CacheGroup] = []
+    if entries:
+        groups.append(EntriesGroup((entries_layer(attention),), entries=entries))
+    for sizes, layers in bordered.items():
+        # Half of each row of the block's last pool.
+        border_size = sizes.pool_size * sizes.row_size(head_dim) // 2 * 4 // dtype.itemsize
+        groups.append(
+            BorderGroup(
+                tuple(layers), 1, head_dim, head_dim, window, latent=True, pool_size=block_size, entry_size=border_size
+            )
+        )
+    if plain:
+        groups.append(CacheGroup(tuple(plain), 1, head_dim, head_dim, window, latent=True))
+    if parts:
+        groups.append(OpenPoolGroup((), parts=_together(parts)))
     return groups
 
 
-def largest_pool(attention: Sequence[AttentionConfig]) -> int:
+def _together(parts: Sequence[OpenPart]) -> list[OpenPart]:
+    """Return parts with the layers of all that have equal rows."""
+    layers: dict[tuple[int, int], list[int]] = {}
+    for part in parts:
+        layers.setdefault((part.size, part.num_rows), []).extend(part.layers)
+    return [OpenPart(tuple(of_part), *rows) for rows, of_part in layers.items()]
+
+
+def whole_pools(attention: Sequence[AttentionConfig]) -> int:
     """Return the positions that a block must be a multiple of; 1 without pools."""
-    largest = 1
+    sizes = [1]
     for layer in attention:
-        if layer.compressed is not None:
-            largest = max(largest, layer.compressed.pool_size)
-    return largest
+        if layer.compressed is not None and layer.compressed.pool_size:
+            sizes.append(layer.compressed.pool_size)
+    return math.lcm(*sizes)

@@ -190,26 +190,22 @@ class CompressedConfig:
     num_groups: int
     group_rank: int
 
-    def entry_share(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the elements of a position's share of an entry and of its index key, in a cache of `dtype`."""
-        entry = head_dim
-        if self.index is not None:
-            entry += self.index.key_size(dtype)
-        return -(-entry // self.pool_size)
+    @property
+    def overlaps(self) -> bool:
+        """Whether an entry also depends on the positions of the pool before."""
+        return self.index is not None
 
-    def row_size(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Return the elements of a token's values and gates in a cache of `dtype`; they are float32."""
+    @property
+    def num_earlier_rows(self) -> int:
+        """Number of rows before a token that its pool may need."""
+        return self.pool_size * (1 + self.overlaps) - 1
+
+    def row_size(self, head_dim: int) -> int:
+        """Return the numbers of a token's values and gates, for an entry and for its index key."""
         size = 2 * head_dim
         if self.index is not None:
             size = 2 * (size + 2 * self.index.head_dim)
-        return size * 4 // dtype.itemsize
-
-    @property
-    def row_window(self) -> int:
-        """Number of rows that the next token needs, its own included. Its block has the rows of its pool anyway."""
-        if self.index is not None:
-            return 2 * self.pool_size
-        return 1
+        return size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,7 +155,8 @@ class LoadOptions:
             of each token; int4 has groups of 128 columns, or of 64 or 32.
         num_state_slots: states of recurrent layers that the cache has memory for: two for each running sequence, and
             one for each snapshot. None takes up to half of the cache's memory on a GPU, and 32 on a CPU. With swap
-            blocks, the host has as many states, but no more than swap blocks.
+            blocks, the host has as many states, but no more than swap blocks. For a model with compressed entries:
+            slots for rows of open pools; None takes up to a quarter of the memory on a GPU.
         state_dtype: dtype of the states of recurrent layers: float32, or bfloat16 for half the memory; None or "auto"
             for float32. The convolutions' rows have the dtype of the weights, and rings are float32.
         snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size. None keeps

@@ -104,6 +104,11 @@ class CacheGroup:
     def check_block_size(self, block_size: int) -> None:
         """Raise InvalidInputError unless the group can have blocks of this size."""
 
+    @property
+    def sequence_slots(self) -> tuple[int, int]:
+        """Number and bytes of the slots of sequences, see `OpenPoolGroup`."""
+        return 0, 0
+
     def entries_shapes(self, block_size: int) -> tuple[tuple[int, int], ...]:
         """Return number and size of each kind of entries behind a layer's keys in a block, see `PooledGroup`."""
         return ()

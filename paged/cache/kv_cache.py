@@ -198,7 +198,18 @@ class PagedKvCacheConfig:
     @property
     def has_slots(self) -> bool:
         """Whether the metadata of a step has slots, see `AttentionMetadata.recurrent`."""
-        return self.recurrent is not None or any(not group.keeps_slots for group in self.own_groups)
+        return self.num_slots is not None
+
+    @property
+    def num_slots(self) -> int | None:
+        """Slots for states or rows of open pools, of which a sequence may take two in a step; None without them."""
+        if self.recurrent is not None:
+            return self.recurrent.num_slots
+        for group in self.own_groups:
+            if not group.keeps_slots:
+                num_slots, _ = group.sequence_slots
+                return num_slots
+        return None
 
     def num_host_blocks(self, dtype: torch.dtype) -> int:
         """Return the number of host blocks of a cache of `dtype`, including the blocks for swapped sequences.
@@ -351,6 +362,21 @@ class PagedKvCacheConfig:
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in a cache of `dtype`, over all layers and tables."""
         return -(-self.block_bytes(dtype) * len(self.tables) // self.block_size)
+
+    def growth_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes by which a token makes a long sequence grow: those of layers without a window."""
+        return -(-self.block_bytes(dtype) * self.num_whole // self.block_size)
+
+    def sequence_bytes(self, dtype: torch.dtype) -> int:
+        """Return the most bytes of a long sequence besides growth: blocks of windows, and a slot of open rows."""
+        num_blocks = 0
+        for table in self.tables[self.num_whole :]:
+            num_blocks += table.most_blocks_kept(_MAX_SIZE, self.block_size)
+        num_bytes = num_blocks * self.block_bytes(dtype)
+        for group in self.own_groups:
+            _, slot_bytes = group.sequence_slots
+            num_bytes += slot_bytes
+        return num_bytes
 
 
 @dataclass(frozen=True)

@@ -192,6 +192,10 @@ class OpenPoolGroup(CacheGroup):
             num_bytes += 4 * len(part.layers) * part.size * (part.num_rows + self.rollback)
         return num_bytes
 
+    @property
+    def sequence_slots(self) -> tuple[int, int]:
+        return self.num_row_slots, self.slot_bytes
+
     def make_memory(self, config: Any, dtype: torch.dtype, device: torch.device, num_tier_bytes: int) -> Any:
         from paged.cache.tensors import OpenRows  # PyTorch takes seconds to import
 

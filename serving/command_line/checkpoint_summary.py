@@ -35,6 +35,8 @@ class Needs(NamedTuple):
     weight_bytes: int
     host_bytes: int | None
     kv_bytes_per_token: int
+    growth_bytes: int | None
+    sequence_bytes: int | None
     kv_tokens: int | None
     state_bytes: int | None
     conv_bytes: int | None
@@ -65,6 +67,8 @@ def summarize(
         weight_bytes: size after loading; packed weights stay packed, all others have `dtype`.
         host_bytes: part of them that stays in host memory beside a GPU; None for no such weights.
         kv_bytes_per_token: K and V of all layers.
+        growth_bytes, sequence_bytes: those of layers that see all tokens, and what a long sequence takes besides; None
+            without windows.
         state_bytes, conv_bytes: recurrent states of a sequence, and rows of their convolutions.
         kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights; None also
             for a model without K/V.
@@ -108,6 +112,8 @@ def summarize(
         "weight_bytes": None,
         "host_bytes": None,
         "kv_bytes_per_token": None,
+        "growth_bytes": None,
+        "sequence_bytes": None,
         "block_size": block_size,
         "device_bytes": device_bytes,
         "kv_tokens": None,
@@ -199,7 +205,13 @@ def _needs(
         num_blocks = int(free_bytes * GPU_FRACTION) // cache.block_bytes(cache_dtype)
         if num_blocks > 0:
             kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens
-    needs = Needs(parameters, weight_bytes, host_bytes, cache.token_bytes(cache_dtype), kv_tokens, None, None)
+    growth_bytes = sequence_bytes = None
+    if cache.sequence_bytes(cache_dtype):
+        growth_bytes, sequence_bytes = cache.growth_bytes(cache_dtype), cache.sequence_bytes(cache_dtype)
+    token_bytes = cache.token_bytes(cache_dtype)
+    needs = Needs(
+        parameters, weight_bytes, host_bytes, token_bytes, growth_bytes, sequence_bytes, kv_tokens, None, None
+    )
     if cache.recurrent is None:
         return needs
     states = replace(cache.recurrent, state_dtype=state_dtype)

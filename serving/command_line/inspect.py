@@ -48,6 +48,7 @@ _LINES = (
     ("weights", "weight", "{weight}"),
     ("tables", "host_bytes", "{host} of the weights, in host memory beside a GPU"),
     ("KV per token", "kv_bytes_per_token", "{kv_bytes_per_token:,} bytes"),
+    ("long sequences", "growth_bytes", "{growth_bytes:,} bytes per token, and {sequence} per sequence"),
     ("state", "state_bytes", "{state} per sequence, and {conv} for convolutions"),
     ("calls of tools", "tools", "{tools}"),
     ("reasoning", "reasoning", "{reasoning}"),
@@ -287,7 +288,7 @@ def _print(summary: dict[str, Any]) -> None:
         values["fits"] = f"{capacity:,} tokens"
         if summary["max_seq_len"]:
             values["sequences"] = capacity // summary["max_seq_len"]
-    for name in ("stored", "weight", "host", "device", "state", "conv"):
+    for name in ("stored", "weight", "host", "device", "sequence", "state", "conv"):
         values[name] = _size(summary[f"{name}_bytes"])
     for name, needed, text in _LINES:
         if values[needed]:

@@ -1,8 +1,11 @@
 """DeepSeek-V4: cuts at every position of its pools, published formats and names, the multi-token head, refusals."""
 
 import copy
+import json
+import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
+from paged.models.layers import compressed_attention, open_rows
 from paged.models.layers.decoder import Linear
+from paged.models.layers.open_rows import RowPlaces
 from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model
+from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.drafts.test_draft_heads import drafts_after
 from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+from tests.models.published_settings.settings import published
 from tests.tolerance import assert_within
 
 BLOCK = 8
@@ -45,12 +52,28 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.mark.parametrize(
-    "length", [27, *(pytest.param(cut, marks=pytest.mark.thorough) for cut in (24, 25, 26, 28, 31))]
+    "length", [27, *(pytest.param(cut, marks=pytest.mark.thorough) for cut in (24, 25, 26, 28, 31, 91))]
 )
 def test_cuts_at_every_position_of_a_pool(case: Case, length: int) -> None:
     """Chunks, forks, truncations and hits: a sequence goes on from each position with other tokens."""
+    go_on_from(case, length)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_steps_of_the_kernels_grow(case: Case, backend: str) -> None:
+    ids = tokens(12)
+    for part in (ids[:2], ids[2:5], ids[5:]):
+        rows = case.ours.forward_verify("a", part)
+    assert_same_logits(rows, case.expected(ids)[5:])
+    case.ours.reset()
+
+
+def go_on_from(case: Case, length: int) -> None:
     model, manager = case.ours, case.ours.kv_manager
-    ids = tokens(40)
+    for layer in (5, 6):  # an earlier run has left the same rows
+        manager.open_rows(layer).fill_(torch.nan)
+    ids = tokens(length // BLOCK * BLOCK + 16)
     others = ids[:length] + tokens(12, length)
     expected = case.expected(others)[length:]
     model.forward_verify("chunks", ids[:length])
@@ -58,7 +81,8 @@ def test_cuts_at_every_position_of_a_pool(case: Case, length: int) -> None:
     model.forward_verify("cut", ids)
     fork = manager.fork(manager.get_handle("cut"), "fork")
     manager.truncate(fork, length)
-    assert_same_logits(model.forward_verify("fork", others[length:]), expected)
+    steps = [model.forward_verify("fork", part) for part in (others[length : length + 1], others[length + 1 :])]
+    assert_same_logits(torch.cat(steps), expected)
     model.truncate_kv("cut", length)
     assert_same_logits(model.forward_verify("cut", others[length:]), expected)
     handle = manager.get_handle("cut")
@@ -71,6 +95,46 @@ def test_cuts_at_every_position_of_a_pool(case: Case, length: int) -> None:
     )
     manager.check_integrity()
     model.reset()
+
+
+FAULTS: dict[str, Callable[[RowPlaces], RowPlaces]] = {
+    "the pool before is not read at a block's border": lambda places: places._replace(
+        is_border=torch.zeros_like(places.is_border)
+    ),
+    "rows of a shared slot are not copied": lambda places: places._replace(copy_to=torch.zeros_like(places.copy_to)),
+    "rows of the pool before in place of a pool's own": lambda places: places._replace(
+        earlier_rows=places.earlier_rows - 1
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", FAULTS)
+def test_cuts_see_the_fault(fault: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows_of_step(rows: torch.Tensor, places: RowPlaces, *caches: Any) -> torch.Tensor:
+        return open_rows.rows_of_step(rows, FAULTS[fault](places), *caches)
+
+    monkeypatch.setattr(compressed_attention, "rows_of_step", rows_of_step)
+    try:
+        with pytest.raises(AssertionError):
+            go_on_from(case, 27)
+    finally:
+        case.ours.reset()
+
+
+def test_bytes_of_long_sequences(tmp_path: Path) -> None:
+    """DeepSeek-V4-Flash in 16 bits, by `paged inspect`: 21 layers with entries for 4 positions, 20 for 128."""
+    architecture, _, values = published("deepseek-ai/DeepSeek-V4-Flash")
+    named = {"architectures": [architecture], "model_type": "deepseek_v4", "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(values | named))
+    summary = summarize(tmp_path)
+    keys = 128 + 4
+    assert summary["block_size"] == 128
+    # Blocks have as many numbers of 2 bytes for each token.
+    assert summary["growth_bytes"] == 2 * math.ceil((21 * (2 * 512 + keys) / 4 + 20 * 2 * 512 / 128) / 2) == 6230
+    # A block of windows is as large as one of entries. Nine tables of windows have up to three each.
+    open_rows_bytes = 21 * (7 + 64) * 4 * 4 * (512 + 128) + 20 * (127 + 64) * 4 * 2 * 512
+    assert summary["sequence_bytes"] == 9 * 3 * 797_440 + open_rows_bytes
 
 
 def _e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -198,6 +262,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {
     "pictures": ({"vision_n_layers": 2}, "vision_n_layers = 2", UnsupportedError),
     "ratio 1": ({"layer_types": None, "compress_ratios": [1, 4, 128]}, "compress_ratios has 1", UnsupportedError),
     "groups": ({"o_groups": 3}, "num_attention_heads 4, expected a multiple of 3", CheckpointError),
+    "the window": ({"sliding_window": 2}, "sliding_window 2, expected more than the 2 positions", UnsupportedError),
     "experts": ({"mlp_layer_types": ["moe", "moe"]}, "hash_moe or moe for each of 3 layers", CheckpointError),
 }
 

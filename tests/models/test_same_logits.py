@@ -197,8 +197,8 @@ def _after_a_swap_and_behind_a_cached_prefix(case: Case) -> None:
     manager.swap_in(handle)
     assert_same_logits(case.ours.prefill("a", PROMPT[30:]), expected[-1])
     manager.commit(handle, PROMPT)
-    # Recurrent layers begin at the end of a block.
-    ids, cached = (PROMPT, 39) if manager.config.recurrent is None else ([*PROMPT, 7], 40)
+    # Recurrent layers and pools begin at the end of a block.
+    ids, cached = ([*PROMPT, 7], 40) if manager.config.has_slots else (PROMPT, 39)
     assert manager.allocate("b", token_ids=ids).num_cached_tokens == cached
     assert_same_logits(case.ours.forward_verify("b", ids[cached:]), case.expected(ids)[cached:])
     manager.clear_prefix_cache()

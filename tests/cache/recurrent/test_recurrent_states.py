@@ -156,7 +156,7 @@ def test_what_states_refuse() -> None:
             call(handles[0], 1)
     with pytest.raises(InvalidInputError, match="has no open reservation of 3 tokens"):
         manager.build_metadata([(handles[0], 3)])
-    with pytest.raises(OutOfStateSlotsError, match="needs 3 more state slots for recurrent layers, 2 are free"):
+    with pytest.raises(OutOfStateSlotsError, match="needs 3 more slots for states or rows of sequences, 2 are free"):
         model.run([(handle, [1, 2, 3]) for handle in handles])
     with pytest.raises(InvalidInputError, match="layer: 0 has no recurrent state"):
         manager.state(0)

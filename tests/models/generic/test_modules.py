@@ -53,11 +53,9 @@ NEVER_RECORDED = Families(
         ffn_config={'ffn_hidden_size':32,'moe_num_experts':4,'moe_top_k':2}""",
 )
 ALL = Families(ACCEPTED.data | NEVER_RECORDED.data)
-# The cause follows the name of the class. Keys that DeepSeek-V4 compresses begin at 128 tokens. Mamba-2 has an infinite
-# number in config.json, as transformers writes it.
+# The cause follows the name of the class.
 REFUSED = {
     "BigBird is_decoder=True": "no layer calls attention through transformers' interface",
-    "DeepseekV4 num_key_value_heads=1 head_dim=16 q_lora_rank=24": "layers.0.self_attn: queries, keys",
     "Doge keep_window_size=16": "layers.0.self_attn: a mask of its own",
     "Falcon alibi=True": "alibi: transformers rounds it to bfloat16",
     "JetMoe": "its forward reads tensors on the host",
