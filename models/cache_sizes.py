@@ -14,7 +14,7 @@ from paged.errors import InvalidInputError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
-from paged.models.layers.compressed_cache import compressed_groups, num_cache_layers, whole_pools
+from paged.models.layers.compressed_cache import compressed_groups, has_records, num_cache_layers, whole_pools
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
@@ -142,6 +142,8 @@ def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype:
     note = ""
     if any(layer.compressed is not None for layer in config.attention):
         allowed = [dtype]
+        if all(has_records(layer) for layer in config.attention):
+            allowed.append(torch.float8_e4m3fn)
         note = " for compressed entries"
     elif any(layer.latent is not None for layer in config.attention):
         allowed[1:] = [torch.float8_e4m3fn]

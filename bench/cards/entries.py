@@ -85,22 +85,13 @@ def _pooled(
 
 
 def _options(draw: Draw) -> Iterator[Arguments]:
-    """Draw means and sums, each with a norm, a rotation and a form of entries."""
+    """Draw means and sums, each with a norm, a rotation and a form of entries, and a record for each position."""
     yield _pooled(draw, tokens=40, dim=64, pool=4, has_gates=False, is_normed=True, rotary_dim=32)
     yield _pooled(draw, tokens=40, dim=32, pool=3, rotary_dim=32, interleaved=True, is_packed=True)
     yield _pooled(draw, tokens=70, dim=24, pool=3, overlaps=True)
-    yield _pooled(
-        draw,
-        tokens=40,
-        overlaps=True,
-        dim=512,
-        pool=4,
-        is_normed=True,
-        rotary_dim=64,
-        interleaved=True,
-        rotates_last=True,
-        is_packed=True,
-    )
+    compressed = {name: choices[-1] for name, choices in _COMPRESSED.items()}
+    yield _pooled(draw, **{**compressed, "tokens": 40}, pool=4, overlaps=True)
+    yield _pooled(draw, **{**compressed, "tokens": 40}, pool=1, has_gates=False)
 
 
 def _written(arguments: Arguments) -> Tensors:

@@ -195,6 +195,7 @@ class CompressedAttention(nn.Module):
                     parts[f"indexer.compressor.{name}"] = self.indexer.pool.width
             self.row_proj = Linear(config.hidden_size, parts)
         self.rms_norm, self.rotate = Bound(rms_norm), Bound(rotary_embedding, by=1)
+        self.write_records = Bound(write_pooled_entries)
         self.write, self.attend = Bound(concat_and_cache_mla), Bound(paged_compressed_attention, step="plan")
 
     def keep_float32(self) -> None:
@@ -203,7 +204,7 @@ class CompressedAttention(nn.Module):
 
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer the cache of its rows, the index of its block table in the metadata, and its rotary table."""
-        self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
+        self.kv_cache, self.table, self.cos_sin_cache = as_rows(k_cache.squeeze(2)), table, cos_sin_cache
         self.ones = torch.ones(self.config.head_dim, device=k_cache.device)
 
     def set_pools(
@@ -227,7 +228,7 @@ class CompressedAttention(nn.Module):
         assert self.pool is not None
         self.entry_table, self.open_rows = entry_table, open_rows
         self.places, self.finds_places = places, finds_places
-        self.pool.entry_cache, self.pool.cos_sin_cache = entries[0], self.cos_sin_cache
+        self.pool.entry_cache, self.pool.cos_sin_cache = as_rows(entries[0]), self.cos_sin_cache
         if self.indexer is None or borders is None:
             return
         pool, keys = self.indexer.pool, entries[1]
@@ -264,12 +265,16 @@ class CompressedAttention(nn.Module):
         # Project, norm, rotate and write.
         q_latent, row = self.down_proj(hidden).split((sizes.q_rank, layer.head_dim), -1)
         q_latent, _ = self.q_norm(q_latent)  # [T, q_rank]
-        row, _ = self.kv_norm(row)  # [T, D]
         q = self.q_b_proj(q_latent).unflatten(-1, (layer.num_heads, layer.head_dim))
         q = self.rms_norm(q, self.ones, self.norms.eps)  # [T, H, D]
-        rotated_q, rotated_row = q[..., plain_size:], row[:, None, plain_size:]
-        self.rotate(positions, rotated_q, rotated_row, self.cos_sin_cache, interleaved=True)
-        self.write(row[:, :plain_size], row[:, plain_size:], self.kv_cache, slot_mapping)
+        rotated_q = q[..., plain_size:]
+        if self.kv_cache.dtype == torch.uint8:
+            self.rotate(positions, rotated_q, None, self.cos_sin_cache, interleaved=True)
+            self._write_records(row, positions, slot_mapping)
+        else:
+            row, _ = self.kv_norm(row)  # [T, D]
+            self.rotate(positions, rotated_q, row[:, None, plain_size:], self.cos_sin_cache, interleaved=True)
+            self.write(row[:, :plain_size], row[:, plain_size:], self.kv_cache, slot_mapping)
 
         # Write entries, and keep rows of open pools.
         entries: torch.Tensor | None = None
@@ -328,6 +333,22 @@ class CompressedAttention(nn.Module):
         projected: torch.Tensor = self.o_proj(grouped.flatten(1))  # [R, hidden_size]
         return projected
 
+    def _write_records(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Normalise, rotate and write rows [T, D] in 8 bits: each is the entry of a pool of one position."""
+        self.write_records(
+            rows[:, None],
+            self.kv_cache,
+            torch.arange(len(rows), device=rows.device),
+            slots,
+            pool_size=1,
+            norm_weight=self.kv_norm.weight,
+            eps=self.norms.eps,
+            positions=positions,
+            cos_sin_cache=self.cos_sin_cache,
+            interleaved=True,
+            rotates_last=True,
+        )
+
     def destinations(self, prefix: str) -> Destinations:
         destinations: Destinations = {f"{prefix}.attn_sink": self.sinks}
         for projection in (self.down_proj, self.q_b_proj, self.group_proj, self.o_proj):
@@ -339,6 +360,11 @@ class CompressedAttention(nn.Module):
         if self.indexer is not None:
             destinations |= self.indexer.destinations(f"{prefix}.indexer")
         return destinations
+
+
+def as_rows(cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache of numbers, or of records in 8 bits, as operations take it."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
 class CompressedPools:

@@ -13,6 +13,7 @@ import torch
 
 from paged.cache.groups import CacheGroup
 from paged.cache.pooled_groups import BorderGroup, Entries, EntriesGroup, OpenPart, OpenPoolGroup
+from paged.kernels.cache.latent_cache import RECORD_BYTES, RECORD_DIM, RECORD_ROPE
 from paged.models.layers.config import AttentionConfig, CompressedConfig
 
 
@@ -43,13 +44,20 @@ def entry_indices(attention: Sequence[AttentionConfig]) -> dict[int, int]:
     return indices
 
 
+def has_records(layer: AttentionConfig) -> bool:
+    """Return whether rows and entries of a layer have the sizes of records, their form in 8 bits."""
+    return layer.compressed is not None and (layer.head_dim, layer.compressed.rope_dim) == (RECORD_DIM, RECORD_ROPE)
+
+
 def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, block_size: int) -> list[CacheGroup]:
     """Return the groups of a model whose layers all have `compressed`, in a cache of `dtype`.
 
     They hold the entries, the rows of windows, with and without borders, and the rows of open pools.
     """
     first = attention[0]
-    head_dim, window = first.head_dim, first.window
+    head_dim, window, row_size = first.head_dim, first.window, first.head_dim
+    if dtype.itemsize == 1:
+        row_size = RECORD_BYTES
     entries: list[Entries] = []
     parts: list[OpenPart] = []
     bordered: dict[CompressedConfig, list[int]] = {}
@@ -63,7 +71,7 @@ def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, 
             plain.append(index)
         if not sizes.pool_size:
             continue
-        entries.append(Entries(sizes.pool_size, head_dim))
+        entries.append(Entries(sizes.pool_size, row_size))
         if sizes.index is not None:
             entries.append(Entries(sizes.pool_size, sizes.index.key_size(dtype)))
         parts.append(OpenPart((open_layer(attention, index),), sizes.row_size(head_dim), sizes.num_earlier_rows))
@@ -75,11 +83,11 @@ def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, 
         border_size = sizes.pool_size * sizes.row_size(head_dim) // 2 * 4 // dtype.itemsize
         groups.append(
             BorderGroup(
-                tuple(layers), 1, head_dim, head_dim, window, latent=True, pool_size=block_size, entry_size=border_size
+                tuple(layers), 1, row_size, row_size, window, latent=True, pool_size=block_size, entry_size=border_size
             )
         )
     if plain:
-        groups.append(CacheGroup(tuple(plain), 1, head_dim, head_dim, window, latent=True))
+        groups.append(CacheGroup(tuple(plain), 1, row_size, row_size, window, latent=True))
     if parts:
         groups.append(OpenPoolGroup((), parts=_together(parts)))
     return groups

@@ -23,11 +23,15 @@ from paged.models.registry import load_model
 from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.drafts.test_draft_heads import drafts_after
 from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_config, edit_tensors
-from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
+from tests.models.families import FAMILIES, Case, Families, assert_same_logits, save_checkpoint, tokens
 from tests.models.published_settings.settings import published
 from tests.tolerance import assert_within
 
 BLOCK = 8
+# Heads as published, whose rows fit records. All experts take part, because a changed choice is no rounding.
+_LARGE_HEADS = """DeepseekV4 deepseek_v4_layers routed_experts num_experts_per_tok=8 num_hidden_layers=3
+    num_key_value_heads=1 head_dim=512 q_lora_rank=24 qk_rope_head_dim=64 index_n_heads=16 index_head_dim=128
+    index_topk=6 sliding_window=8 o_groups=2 o_lora_rank=16 hc_mult=3 hc_sinkhorn_iters=4 num_hash_layers=1"""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _EXPERT = re.compile(r".*\.experts\.\d+\.w[123]\.weight")
 _E4M3 = re.compile(r".*\.(?:attn|indexer|shared_experts)\.(?:wq_a|wq_b|wkv|wo_a|wo_b|w[123])\.weight")
@@ -122,19 +126,44 @@ def test_cuts_see_the_fault(fault: str, case: Case, monkeypatch: pytest.MonkeyPa
         case.ours.reset()
 
 
-def test_bytes_of_long_sequences(tmp_path: Path) -> None:
-    """DeepSeek-V4-Flash in 16 bits, by `paged inspect`: 21 layers with entries for 4 positions, 20 for 128."""
+@pytest.mark.parametrize(
+    ("dtype", "entry", "growth"), [(torch.bfloat16, 2 * 512, 6230), (torch.float8_e4m3fn, 584, 3851)]
+)
+def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, growth: int, tmp_path: Path) -> None:
+    """DeepSeek-V4-Flash by `paged inspect`: 21 layers with entries for 4 positions and index keys, 20 for 128."""
     architecture, _, values = published("deepseek-ai/DeepSeek-V4-Flash")
     named = {"architectures": [architecture], "model_type": "deepseek_v4", "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(values | named))
-    summary = summarize(tmp_path)
-    keys = 128 + 4
+    summary = summarize(tmp_path, kv_cache_dtype=dtype)
+    keys, size = 128 + 4, dtype.itemsize
     assert summary["block_size"] == 128
-    # Blocks have as many numbers of 2 bytes for each token.
-    assert summary["growth_bytes"] == 2 * math.ceil((21 * (2 * 512 + keys) / 4 + 20 * 2 * 512 / 128) / 2) == 6230
+    # Blocks have as many numbers of the cache's dtype for each token.
+    assert summary["growth_bytes"] == size * math.ceil((21 * (entry + keys) / 4 + 20 * entry / 128) / size) == growth
     # A block of windows is as large as one of entries. Nine tables of windows have up to three each.
     open_rows_bytes = 21 * (7 + 64) * 4 * 4 * (512 + 128) + 20 * (127 + 64) * 4 * 2 * 512
-    assert summary["sequence_bytes"] == 9 * 3 * 797_440 + open_rows_bytes
+    assert summary["sequence_bytes"] == 9 * 3 * 128 * growth + open_rows_bytes
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["torch"], indirect=True)
+def test_records_in_8_bits(backend: str, tmp_path: Path) -> None:
+    """Rows, entries and index keys of one byte: near those of float32, and the same behind a cut and after a hit."""
+    save_checkpoint(Families(model=_LARGE_HEADS)["model"], tmp_path)
+    plain = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
+    model = load_model(tmp_path, block_size=BLOCK, num_blocks=64, kv_cache_dtype="fp8")
+    manager, ids = model.kv_manager, [*tokens(24), 3]
+    exact = plain.forward_verify("a", ids)
+    rounded = torch.cat([model.forward_verify("a", part) for part in (ids[:5], ids[5:])])
+    # A code is off by up to 2^-4 of its number. Some entries are chosen in place of others.
+    assert_within((rounded - exact).norm() / exact.norm(), torch.tensor(0.0), 2**-3)
+    assert not torch.equal(rounded, exact)
+    model.truncate_kv("a", 19)
+    assert_same_logits(model.forward_verify("a", ids[19:]), rounded[19:])
+    handle = manager.get_handle("a")
+    assert handle is not None
+    manager.commit(handle, ids)
+    assert manager.allocate("hit", token_ids=ids).num_cached_tokens == 24
+    assert_same_logits(model.forward_verify("hit", ids[24:]), rounded[24:])
 
 
 def _e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

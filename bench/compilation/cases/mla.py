@@ -91,6 +91,7 @@ def pool_cases() -> list[CompileCase]:
         cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
         cases.append(_pool_case("fp32", 4, 512, targets, entry="u8", overlaps=True, **last))
+        cases.append(_pool_case("bf16", 1, 512, targets, entry="u8", has_gates=False, **last))
     return cases
 
 
