@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paged import Engine, EngineConfig, HeadProposer, LlmExecutor, SamplingParams
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.models.layers import compressed_attention, open_rows
 from paged.models.layers.decoder import Linear
@@ -21,6 +22,7 @@ from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model
 from paged.serving.command_line.checkpoint_summary import summarize
+from tests.executors.engine_cases import check_pool_empty, run
 from tests.models.drafts.test_draft_heads import drafts_after
 from tests.models.edits import WEIGHTS, Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, Case, Families, assert_same_logits, save_checkpoint, tokens
@@ -226,16 +228,16 @@ def test_published_formats(expert_dtype: str, tmp_path: Path) -> None:
     assert (got - expected).norm() < 0.3 * expected.norm()
 
 
-def test_multi_token_head(tmp_path: Path) -> None:
-    """Against transformers' layer: both projections add up in each stream, and position 0 has features of 0."""
+def save_multi_token_head(folder: Path) -> tuple[Any, Tensors]:
+    """transformers' model of two layers, and the head's tensors beside those of its layer, which are of layer 1."""
     config = copy.deepcopy(FAMILIES["deepseek_v4"])
     config.layer_types, config.mlp_layer_types = (
         ["compressed_sparse_attention", "sliding_attention"],
         ["hash_moe", "moe"],
     )
     config.num_hidden_layers = 2
-    theirs = save_checkpoint(config, tmp_path)
-    published = publish(tmp_path)
+    theirs = save_checkpoint(config, folder)
+    published = publish(folder)
     generator = torch.Generator().manual_seed(2)
     shapes = {"enorm": (64,), "hnorm": (64,), "e_proj": (64, 64), "h_proj": (64, 64), "norm": (64,)}
     own = {name: torch.randn(shape, generator=generator) / 4 for name, shape in shapes.items()}
@@ -246,8 +248,40 @@ def test_multi_token_head(tmp_path: Path) -> None:
     for part in ("fn", "base", "scale"):
         published[f"mtp.0.hc_head_{part}"] = published[f"hc_head_{part}"].flip(0)
     published |= {f"mtp.0.{name}.weight": tensor for name, tensor in own.items()}
-    save_file({name: tensor.clone() for name, tensor in published.items()}, tmp_path / WEIGHTS)
+    save_file({name: tensor.clone() for name, tensor in published.items()}, folder / WEIGHTS)
+    return theirs, own
 
+
+@pytest.mark.thorough
+def test_drafts_leave_the_text(tmp_path: Path) -> None:
+    """In chunks, behind hits at ends of blocks, and preempted with and without swap; some drafts are rejected."""
+    save_multi_token_head(tmp_path)
+    beginning = tokens(24, seed=9)
+    prompts = [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    plain = Engine(LlmExecutor.from_pretrained(tmp_path, num_blocks=256, block_size=BLOCK), eos_token_ids=())
+    expected = [run(plain, [prompt], params)[0] for prompt in prompts]
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
+        ({"admission_tokens": 0}, {"num_blocks": 8}),
+        ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
+    ]
+    for settings, sizes in ways:
+        executor = LlmExecutor.from_pretrained(tmp_path, draft="mtp", block_size=BLOCK, **sizes)
+        engine = Engine(executor, EngineConfig(**settings), proposer=HeadProposer(executor, 3), eos_token_ids=())
+        assert run(engine, prompts, params) == expected
+        outputs = engine.generate(prompts[3:], params, progress=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected[3:]
+        assert all(output.num_cached_tokens for output in outputs) or "chunk_size" not in settings
+        assert engine.metrics.draft_tokens > engine.metrics.accepted_tokens
+        assert bool(engine.metrics.preempted) == ("admission_tokens" in settings)
+        check_pool_empty(executor)
+
+
+def test_multi_token_head(tmp_path: Path) -> None:
+    """Against transformers' layer: both projections add up in each stream, and position 0 has features of 0."""
+    theirs, own = save_multi_token_head(tmp_path)
+    config = theirs.config
     prompt, newest = tokens(30, seed=4), 9
     (row,) = drafts_after(tmp_path, "mtp", prompt, newest, 1)
 
