@@ -13,6 +13,7 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.choose_keys import choose_keys
 from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
+from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
@@ -160,6 +161,7 @@ class CompressedAttention(nn.Module):
     v_scale: torch.Tensor | None = None
     entry_table: int
     open_rows: torch.Tensor
+    copy_slots: BlockCopy
     borders: torch.Tensor | None = None
     columns: torch.Tensor | None = None
     places: SharedPlaces
@@ -227,6 +229,7 @@ class CompressedAttention(nn.Module):
         """
         assert self.pool is not None
         self.entry_table, self.open_rows = entry_table, open_rows
+        self.copy_slots = BlockCopy([open_rows], [open_rows])
         self.places, self.finds_places = places, finds_places
         self.pool.entry_cache, self.pool.cos_sin_cache = as_rows(entries[0]), self.cos_sin_cache
         if self.indexer is None or borders is None:
@@ -293,7 +296,7 @@ class CompressedAttention(nn.Module):
                 )
             places = self.places.places
             rows = self.row_proj(hidden).float()  # [T, row_size]
-            memory = rows_of_step(rows, places, self.open_rows, self.borders, self.columns)
+            memory = rows_of_step(rows, places, self.open_rows, self.copy_slots, self.borders, self.columns)
             start = 0
             for pool in self.pools:
                 end = start + 2 * pool.width

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.latent_cache import write_index_keys
 from paged.models.layers.config import CompressedConfig
 from paged.step.metadata import AttentionMetadata
@@ -30,7 +31,7 @@ class RowPlaces(NamedTuple):
         earlier_rows: int64 [S * E], where the cache of open rows has them.
         earlier_borders: int64 [S * E], where the borders have them.
         is_border: bool [S * E, 1], whether the border has it.
-        copy_from, copy_to: int64 [S], slots of sequences whose rows move; 0 for none.
+        copies: int64 [S, 2], slots that rows of a sequence move from and to; slot 0 twice, which is unused, for none.
         table: int32 [S, 1], unused blocks before those of the step's memory.
     """
 
@@ -42,8 +43,7 @@ class RowPlaces(NamedTuple):
     earlier_rows: torch.Tensor
     earlier_borders: torch.Tensor
     is_border: torch.Tensor
-    copy_from: torch.Tensor
-    copy_to: torch.Tensor
+    copies: torch.Tensor
     table: torch.Tensor
 
 
@@ -108,8 +108,7 @@ class SharedPlaces:
             earlier_rows=(read_slots.clamp(min=0)[:, None] * num_kept + earlier % num_kept).flatten(),
             earlier_borders=(blocks * pool + earlier % pool).flatten(),
             is_border=(earlier // block_size < starts[:, None] // block_size).view(-1, 1),
-            copy_from=torch.where(is_copied, read_slots, 0),
-            copy_to=torch.where(is_copied, write_slots, 0),
+            copies=torch.where(is_copied[:, None], torch.stack([read_slots, write_slots], 1), 0),
             table=torch.zeros(num_seqs, 1, dtype=torch.int32, device=device),
         )
 
@@ -118,6 +117,7 @@ def rows_of_step(
     rows: torch.Tensor,
     places: RowPlaces,
     open_rows: torch.Tensor,
+    copy_slots: BlockCopy,
     borders: torch.Tensor | None,
     columns: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -126,6 +126,7 @@ def rows_of_step(
     Args:
         rows: float32 [T, size], of the step's tokens.
         open_rows: float32 [num_slots + 1, kept rows, size], of which slot 0 is for none.
+        copy_slots: copies slots of open_rows.
         borders: float32 [num_blocks, pool_size, numbers of a border], for pools that overlap.
         columns: int64, which numbers of a row a border has.
 
@@ -143,6 +144,6 @@ def rows_of_step(
         write_index_keys(rows[:, columns], borders, places.border_slots)
     write_index_keys(earlier, memory, places.earlier_slots)
     write_index_keys(rows, memory, places.step_slots)
-    open_rows[places.copy_to] = open_rows[places.copy_from]
+    copy_slots(places.copies)
     write_index_keys(rows, open_rows, places.kept_slots)
     return memory

@@ -107,7 +107,7 @@ FAULTS: dict[str, Callable[[RowPlaces], RowPlaces]] = {
     "the pool before is not read at a block's border": lambda places: places._replace(
         is_border=torch.zeros_like(places.is_border)
     ),
-    "rows of a shared slot are not copied": lambda places: places._replace(copy_to=torch.zeros_like(places.copy_to)),
+    "rows of a shared slot are not copied": lambda places: places._replace(copies=torch.zeros_like(places.copies)),
     "rows of the pool before in place of a pool's own": lambda places: places._replace(
         earlier_rows=places.earlier_rows - 1
     ),
