@@ -216,7 +216,8 @@ def sized_cache_config(
             group = _with_row_slots(group, load_options)
             state_bytes = (group.num_row_slots + 1) * group.slot_bytes
         groups.append(group)
-    cache = replace(cache, groups=groups or None)
+    if cache.groups is not None:
+        cache = replace(cache, groups=groups)
     num_tables = len(cache.tables)
     num_blocks = (load_options.num_blocks or 0) * num_tables
     if not num_blocks:
