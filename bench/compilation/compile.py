@@ -55,6 +55,7 @@ _KNOWN_SPILLS = {
         "paged_attention prefill 128 x 64 D=128 bf16 int8 cache for sm_90": 20,
     },
     "3.7.1": {
+        "paged_attention decode 16 x 64 D=128 bf16 int4 cache window options for sm_89": 8,
         "paged_attention decode 16 x 64 D=128 bf16 int8 cache boxes for sm_90": 8,
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_100": 5,
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_103": 5,

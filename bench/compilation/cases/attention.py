@@ -245,6 +245,8 @@ def _attention_case(
     matrix = TENSOR_CORES[target]
     if target.startswith("sm"):
         copy = "UTMALDG" if uses_boxes else "LDGSTS.128"
+        if cache == "int4" and block_n * head_dim // 2 < 16 * 32 * launch.options["num_warps"]:
+            copy = "LDGSTS"  # a tile of keys has less than 16 bytes for each thread
         if block_m < 64:
             matrix = "HMMA"
     expect: dict[str, tuple[str, ...]] = {}
