@@ -292,7 +292,8 @@ class _DeviceNames(TorchFunctionMode):
             return getattr(CudaTensor, func.__name__)(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._indexed(kwargs["device"])}
-        if func is torch.as_tensor and hasattr(args[0], "__cuda_array_interface__"):
+        is_tensor = isinstance(args[0], torch.Tensor) if args else False
+        if func is torch.as_tensor and not is_tensor and hasattr(args[0], "__cuda_array_interface__"):
             return self._on_device(args[0].__cuda_array_interface__, kwargs["device"])
         if func is torch.Tensor.cuda:
             device = args[1] if len(args) > 1 else kwargs.get("device")
