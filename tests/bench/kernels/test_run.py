@@ -79,7 +79,7 @@ def test_case_agrees_with_the_reference_and_a_wrong_one_is_refused(case: Case, m
     right = getattr(paged, card.name)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
-        if card.name in ("reshape_and_cache", "concat_and_cache_mla", "copy_blocks"):
+        if card.name in ("reshape_and_cache", "concat_and_cache_mla", "copy_blocks", "write_pooled_entries"):
             return None
         last = result = right(*args, **kwargs)
         while not isinstance(last, torch.Tensor):
