@@ -72,8 +72,9 @@ def _assert_holds(caches: dict[str, torch.Tensor], name: str, rows: torch.Tensor
     step = scale[place].double().repeat_interleave(32, -1)[..., : rows.shape[-1]]
     # A scale is up to 2^-7 smaller than an eighth of the largest magnitude.
     is_inside = (rows * step.sign() <= 7.5 * step.abs()) & is_finite
-    assert_within(numbers[is_inside], rows[is_inside], (0.5 + 8 / 128 + 1e-4) * step[is_inside].abs())
-    assert_within(numbers[is_finite], rows[is_finite], (1 + 2 / 128 + 1e-4) * step[is_finite].abs())
+    for chosen, rounding in ((is_inside, 0.5 + 8 / 128), (is_finite, 1 + 2 / 128)):
+        size = step[chosen].abs()
+        assert_within(numbers[chosen], rows[chosen], 1e-4 * size, rounding=rounding * size)
 
 
 def _rows(head_dim: int) -> torch.Tensor:
