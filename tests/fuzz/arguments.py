@@ -12,7 +12,7 @@ from tests.fuzz.values import VALUES, expressions, value
 
 # What becomes of a tensor x: another shape, dtype or layout of the same numbers, or other numbers.
 FORMS = expressions("""
-    x[:1]; x[:0]; x[1:]; x[0]; x[None]; x[..., :1]; x[..., :-1]; x[..., None]; x.reshape(-1); x.new_empty(()); None; [];
+    x[:1]; x[:0]; x[1:]; x[0]; x[None]; x[..., :1]; x[..., :-1]; x[..., None]; x.reshape(-1); x.new_zeros(()); None; [];
     x.double(); x.half(); x.long(); x.int(); x.bool(); x.to(torch.complex64); x.tolist(); x.numpy(); x.to('meta');
     x.flip(0); x.flip(-1); x.mT; x.transpose(0, -1); x[:1].expand_as(x); x.expand(2, *x.shape); x.to_sparse();
     x.repeat(2, *[1] * (x.dim() - 1)); x.repeat_interleave(2, -1)[..., ::2]; x.as_strided(x.shape, [1] * x.dim());
