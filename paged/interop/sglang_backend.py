@@ -6,7 +6,7 @@ form. It is written by the pool itself, and read here in place as blocks of page
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,16 @@ class PagedAttnBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Make the metadata of a step that runs without a graph."""
-        self.step = self._eager_step(forward_batch)
+        self.step = None
+        if forward_batch.forward_mode.is_idle():
+            return
+        limit = self.req_to_token_pool.req_to_token.shape[1]
+        if forward_batch.seq_lens_cpu is not None:
+            longest = int(forward_batch.seq_lens_cpu.max())
+            if forward_batch.forward_mode.is_target_verify():
+                longest += self.num_verified
+            limit = min(limit, longest)
+        self.step = self._make_step(forward_batch, limit)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make the tensors that graphs of up to `max_bs` sequences and `max_num_tokens` tokens read."""
@@ -119,31 +128,16 @@ class PagedAttnBackend(AttentionBackend):
         mode = forward_batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise UnsupportedError(f"forward_mode: {mode.name} in a CUDA graph, expected DECODE or TARGET_VERIFY")
-        buffers, num_seqs = self.graph, forward_batch.batch_size
-        assert buffers is not None
-        count = self.num_verified if mode.is_target_verify() else 1
-        offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * count
-        buffers.cu_seqlens_q[: num_seqs + 1].copy_(offsets)
-        added = count if mode.is_target_verify() else 0
-        buffers.seq_lens[:num_seqs].copy_(forward_batch.seq_lens[:num_seqs] + added)
-        slots = self._slots(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
-        buffers.table[:num_seqs].copy_(slots // self.page_size)
-        window_table, window_slots = None, None
-        if buffers.window_table is not None and buffers.window_slots is not None:
-            num_tokens = len(forward_batch.out_cache_loc)
-            window_table, window_slots = buffers.window_table[:num_seqs], buffers.window_slots[:num_tokens]
-            window_table.copy_(self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) // self.page_size)
-            window_slots.copy_(self.token_to_kv_pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc))
+        assert self.graph is not None
+        made = self._make_step(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
+        tensors: dict[str, Any] = {}
+        for buffer in fields(self.graph):
+            tensor = getattr(made, buffer.name)
+            if tensor is not None:
+                tensors[buffer.name] = getattr(self.graph, buffer.name)[: len(tensor)]
+                tensors[buffer.name].copy_(tensor)
         if in_capture:
-            self.step = SglangStep(
-                cu_seqlens_q=buffers.cu_seqlens_q[: num_seqs + 1],
-                seq_lens=buffers.seq_lens[:num_seqs],
-                table=buffers.table[:num_seqs],
-                window_table=window_table,
-                window_slots=window_slots,
-                max_seqlen_q=count,
-                max_seqlen_k=self.req_to_token_pool.req_to_token.shape[1],
-            )
+            self.step = replace(made, **tensors)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of sequences that pad a graph's batch: 1, so that every row sees a key."""
@@ -212,19 +206,17 @@ class PagedAttnBackend(AttentionBackend):
 
     forward_decode = forward_extend
 
-    def _eager_step(self, forward_batch: Any) -> SglangStep | None:
+    def _make_step(self, forward_batch: Any, limit: int) -> SglangStep:
+        """Return the metadata of a batch. limit: upper bound of the longest sequence, the step's tokens included."""
         mode = forward_batch.forward_mode
-        if mode.is_idle():
-            return None
         seq_lens = forward_batch.seq_lens.to(torch.int32)
         num_seqs = len(seq_lens)
-        if mode.is_decode() or mode.is_target_verify():
-            count = 1
+        if mode.is_decode_or_idle() or mode.is_target_verify():
+            longest = 1
             if mode.is_target_verify():
-                count = self.num_verified
-                seq_lens = seq_lens + count
-            offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * count
-            longest = count
+                longest = self.num_verified
+                seq_lens = seq_lens + longest
+            offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * longest
         else:
             query_lens = forward_batch.extend_seq_lens
             offsets = torch.zeros(num_seqs + 1, dtype=torch.int32, device=self.device)
@@ -232,9 +224,6 @@ class PagedAttnBackend(AttentionBackend):
             longest = len(forward_batch.input_ids)
             if forward_batch.extend_seq_lens_cpu is not None:
                 longest = max(forward_batch.extend_seq_lens_cpu, default=0)
-        limit = self.req_to_token_pool.req_to_token.shape[1]
-        if forward_batch.seq_lens_cpu is not None:
-            limit = min(limit, int(forward_batch.seq_lens_cpu.max()) + longest)
         slots = self._slots(forward_batch, limit)
         window_table, window_slots = None, None
         if self.has_window_pool:
