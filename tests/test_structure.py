@@ -1,7 +1,6 @@
 """The shape of the package: who imports whom, what an import costs, and that no bare top-level name appears."""
 
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import is_dataclass
@@ -142,32 +141,6 @@ else:
     raise SystemExit("ran without triton")
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
-
-
-def test_kernels_can_be_vendored(tmp_path: Path) -> None:
-    """A copy under another name and namespace needs nothing of ours: all files import, and one computes."""
-    shutil.copytree(ROOT / "kernels", tmp_path / "vendored", ignore=shutil.ignore_patterns("__pycache__"))
-    operation = tmp_path / "vendored" / "core" / "operation.py"
-    text = operation.read_text()
-    assert 'NAMESPACE = "paged"' in text
-    operation.write_text(text.replace('NAMESPACE = "paged"', 'NAMESPACE = "vendored"'))
-    modules = []
-    for path in sorted((tmp_path / "vendored").rglob("*.py")):
-        if tmp_path / "vendored" / "cpu" not in path.parents:  # numba kernels need numba
-            modules.append(".".join(path.relative_to(tmp_path).with_suffix("").parts))
-    code = f"""
-import importlib, sys
-sys.modules["paged"] = None
-for name in {modules}:
-    importlib.import_module(name)
-import torch
-from vendored.layers.rms_norm import rms_norm
-x = torch.full((2, 16), 3.0)
-for run in (rms_norm, torch.ops.vendored.rms_norm):
-    torch.testing.assert_close(run(x, torch.ones(16)), torch.ones(2, 16))
-assert not hasattr(torch.ops.paged, "rms_norm")
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, check=True)
 
 
 def test_every_public_name_loads() -> None:
