@@ -15,6 +15,7 @@ NEWEST := .newest
 OUT ?= bench/results/gpu
 FUZZ_S ?= 600
 VLLM := .peers/vllm-0.33.0
+VLLM_BEFORE := .peers/vllm-0.32.0
 SGLANG := .peers/sglang-0.5.23
 HUB_KERNELS := .peers/kernels-0.17.0
 VLLM_ENGINE := .peers/vllm-engine
@@ -39,10 +40,11 @@ test: lint
 		wait $$types && exit $$status
 
 # After `make test`, whose numeric tests run again as on older processors. The end says which tests are near to failing.
-test-all: $(VLLM) $(SGLANG) $(HUB_KERNELS)
+test-all: $(VLLM) $(VLLM_BEFORE) $(SGLANG) $(HUB_KERNELS)
 	mkdir -p build/headroom && find build/headroom -name '*.json' ! -name test.json -delete
 	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm --ignore tests/sglang
 	PYTHONPATH=$(VLLM) $(PYTEST) $(HEADROOM)/vllm.json tests/vllm tests/bench/moe/test_peer_vllm.py
+	PYTHONPATH=$(VLLM_BEFORE) $(PYTEST) $(HEADROOM)/vllm-before.json tests/vllm/test_steps.py
 	PYTHONPATH=$(SGLANG) $(PYTEST) $(HEADROOM)/sglang.json tests/sglang
 	$(BIN)/python -m tests.cpus --only AVX2 --only 'AVX-512 without VNNI and bfloat16' --tests build/headroom/test.json \
 		-n 2 --dist worksteal -m 'not thorough' -k 'not triton'
@@ -119,9 +121,9 @@ fuzz: $(VENV)/installed-dev
 vllm: $(VLLM)
 
 # Of the source package, 47 MB, the Python files alone; the wheel is 336 MB, nearly all of it compiled kernels.
-$(VLLM): | $(VENV)/installed-dev
-	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.33.0 $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-		--no-deps --no-build-isolation --no-binary vllm --no-compile --target $@ vllm==0.33.0
+.peers/vllm-0.%: | $(VENV)/installed-dev
+	VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=0.$* $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --no-build-isolation --no-binary vllm --no-compile --target $@ vllm==0.$*
 
 # Of the wheel the Python files alone are used: its compiled kernels are another package.
 sglang: $(SGLANG)

@@ -6,6 +6,8 @@ import logging
 from inspect import signature
 from typing import Any
 
+import torch
+
 from paged.interop.vllm_interface import gone
 
 # Tested versions of vLLM. Another version is accepted if it has all marked lines of vllm_interface.txt.
@@ -17,6 +19,8 @@ LATENT_BACKENDS = {
     "PAGED_MLA": "paged.interop.vllm_engine.latents.PagedMlaBackend",
     "PAGED_MLA_SPARSE": "paged.interop.vllm_engine.sparse_latents.PagedSparseMlaBackend",
 }
+# Our int4 caches by the name that `--kv-cache-dtype` takes.
+INT4_CACHES = "paged_int4"
 PREFILL_BACKEND = "paged.interop.vllm_engine.latents.PagedPrefill"
 
 _LOGGER = logging.getLogger(__name__)
@@ -58,10 +62,33 @@ def register() -> None:
         )
     else:
         register_backend(custom, BACKEND)
+        _register_int4_caches()
     is_tested = version in VERSIONS
     if version in LATENT_VERSIONS or (not is_tested and _has_interface(version, LATENT_VERSIONS, latents=True)):
         _register_latents()
     _offer_on_cpu()
+
+
+def _register_int4_caches() -> None:
+    """Register `--kv-cache-dtype paged_int4`, which the backend alone reads. vLLM takes such formats from 0.33 on."""
+    from vllm.config import cache as cache_config
+
+    if not hasattr(cache_config, "register_kv_cache_dtype") or INT4_CACHES in cache_config.KV_CACHE_DTYPES:
+        return
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Int4Handler:
+        """Answers vLLM's questions of the format: vLLM's `KVCacheDTypeHandler`."""
+
+        name = INT4_CACHES
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.bits4x2
+
+        def quant_mode(self) -> Any:
+            return KVQuantMode.CUSTOM
+
+    cache_config.register_kv_cache_dtype(INT4_CACHES)(Int4Handler)
 
 
 def _register_latents() -> None:

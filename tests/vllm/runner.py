@@ -13,7 +13,11 @@ from vllm.config import AttentionConfig, CacheConfig, DeviceConfig, VllmConfig, 
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
+except ImportError:  # 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.worker.gpu import attn_utils
 
 HEADS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS = (4, 2), 32, 16, 64

@@ -110,7 +110,7 @@ def test_batch_invariant_mode(mode: bool, device: torch.device, monkeypatch: pyt
 def test_layers_that_cannot_be_honoured_are_refused() -> None:
     assert PagedImpl(4, 32, 0.2, 2).num_kv_heads == 2
     for name, value in (
-        ("attn_type", "encoder_only"), ("kv_cache_dtype", "int8_per_token_head"), ("kv_cache_dtype", "fp8_e5m2"),
+        ("attn_type", "encoder_only"), ("kv_cache_dtype", "int4_per_token_head"), ("kv_cache_dtype", "fp8_e5m2"),
         ("use_alibi_sqrt", True),
     ):  # fmt: skip
         with pytest.raises(UnsupportedError, match=name):

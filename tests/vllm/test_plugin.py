@@ -136,6 +136,7 @@ def test_another_plugins_backend_stays(caplog: pytest.LogCaptureFixture) -> None
 HONOURED: tuple[dict[str, Any], ...] = (
     {}, {"has_sink": True}, {"has_sliding_window": True}, {"use_per_head_quant_scales": True, "kv_cache_dtype": "fp8"},
     {"kv_cache_dtype": "float16"}, {"head_size": 8}, {"head_size": 80}, {"head_size": 512}, {"dtype": torch.float32},
+    {"kv_cache_dtype": "int8_per_token_head"}, {"kv_cache_dtype": vllm_plugin.INT4_CACHES},
 )  # fmt: skip
 REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_mla": True}, "MLA not supported"),
@@ -147,10 +148,11 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"head_size": 513}, "head_size not supported"),
     ({"dtype": torch.float64}, "dtype not supported"),
+    ({"kv_cache_dtype": "int8_per_token_head", "head_size": 66}, "heads of 66, no multiple of 4"),
     ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype bfloat16 is not supported for a model in torch.float16"),
     *(
         ({"kv_cache_dtype": name}, "kv_cache_dtype not supported")
-        for name in ("fp8_e5m2", "int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "nvfp4")
+        for name in ("fp8_e5m2", "fp8_per_token_head", "int4_per_token_head", "nvfp4")
     ),
 )
 

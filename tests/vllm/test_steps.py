@@ -9,15 +9,18 @@ import torch
 
 from paged.kernels.attention import definition as attention_definition
 from paged.kernels.cache import definition as cache_definition
+from paged.kernels.core.dtypes import kv_kind
 from tests.kernels.attention.problem import with_rounded_weights
 from tests.kernels.cache.rounding import rounded
 from tests.tolerance import assert_close
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 
+from vllm.config import cache as cache_config
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from paged.interop.vllm_plugin import register
+from paged.interop.vllm_engine.backend import CACHES_WITH_SCALES
+from paged.interop.vllm_plugin import INT4_CACHES, register
 from tests.vllm.runner import BLOCK_SIZE, HEAD_DIM, HEADS, NUM_BLOCKS, Batch, Runner
 
 pytestmark = pytest.mark.thorough
@@ -113,3 +116,41 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
             less_exact = None if case.dtype == torch.float32 else with_rounded_weights(arguments)
             assert_close(out, attention_definition.paged_attention(**arguments)[0], rounded=less_exact)
             assert not out[step.num_tokens :].any()
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", INT4_CACHES])
+def test_caches_with_scales_match_reference(name: str, layout: str, device: torch.device) -> None:
+    """Behind each row lie its scales. The cache's bytes, read by the format alone, are the numbers of attention."""
+    if name == INT4_CACHES and not hasattr(cache_config, "register_kv_cache_dtype"):
+        pytest.skip("vLLM takes formats of others from 0.33 on")
+    kind = kv_kind(CACHES_WITH_SCALES[name])
+    sizes = 40, 24
+    runner = Runner(device, layout=layout, kv_cache_dtype=name, head_dim=40, layers=({"head_size_v": 24},))
+    batch = replace(Batch.on(device, *LENGTHS), padding_rows=3)
+    before = tuple((seq_len - q_len, seq_len - q_len) for q_len, seq_len in LENGTHS)
+    written: list[torch.Tensor] = []
+    for step in (Batch(before, batch.block_table), batch):
+        (rows,) = runner.tensors(step.num_tokens + step.padding_rows)
+        (out,) = runner.forward(step, runner.metadata(step), [rows])
+        slots = step.slots()[: step.num_tokens].cpu()
+        q, key, value = (x.cpu().unflatten(1, (n, -1)) for x, n in zip(rows, (*HEADS, HEADS[1]), strict=True))
+        content = runner.layers[0].kv_cache.view(torch.uint8).transpose(1, 2).cpu()
+        # Bytes of keys, of their scales, of values, of their scales: [num_blocks, block_size, num_kv_heads, bytes]
+        parts = content.split(
+            [n for size in sizes for n in (kind.num_elements(size), kind.num_scales(size) * kind.scale_dtype.itemsize)],
+            dim=-1,
+        )
+        written = []
+        for codes, scales, new in zip(parts[::2], parts[1::2], (key, value), strict=True):
+            scale = scales.contiguous().view(kind.scale_dtype)
+            if not kind.group_size:
+                scale = scale.squeeze(-1)
+            numbers = kind.decode(codes.contiguous().view(kind.dtype), scale, torch.float32)
+            expected = kind.decode(*kind.encode(new[: step.num_tokens], None), torch.float32)
+            torch.testing.assert_close(numbers.flatten(0, 1)[slots], expected)
+            written.append(numbers)
+    arguments = {arg: tensor.cpu() for arg, tensor in batch.arguments().items()}
+    expected_out = attention_definition.paged_attention(q, *written, **arguments)[0]
+    assert_close(out, expected_out)

@@ -1,13 +1,16 @@
 """vLLM's attention backend on this project's operations; importing this imports vLLM.
 
 vLLM owns the cache and the batch. A layer's cache is [num_blocks, num_kv_heads, block_size, head_dim + v_head_dim],
-keys before values, with the strides of any of vLLM's layouts. It is read and written in place.
+keys before values, with the strides of any of vLLM's layouts. It is read and written in place. In caches with scales
+the last dimension is that of bytes: keys, their scales, values, their scales. In an int8 cache this is how vLLM's
+Triton backend stores it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,18 +31,25 @@ from vllm.v1.attention.backend import (
 from paged.errors import UnsupportedError
 from paged.interop.vllm import E4M3_CACHES, PLAIN_CACHES, reshape_and_cache_flash
 from paged.interop.vllm_engine.metadata import PagedMetadata, PagedMetadataBuilder, attend_shard
+from paged.interop.vllm_plugin import INT4_CACHES
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.tiles import step_sizes
+from paged.kernels.cache.reshape_and_cache import reshape_and_cache
 from paged.kernels.core.checks import MAX_HEAD_DIM
+from paged.kernels.core.dtypes import kv_kind
 from paged.kernels.core.launch import run_compiled, serving_begins
 from paged.kernels.core.operation import bound_for, layout
+
+# Caches that hold a scale of every row, or of its groups, by vLLM's name and by ours.
+CACHES_WITH_SCALES = {"int8_per_token_head": torch.int8, INT4_CACHES: torch.bits4x2}
+KNOWN_CACHES = (*PLAIN_CACHES, *E4M3_CACHES, *CACHES_WITH_SCALES)
 
 
 class PagedBackend(AttentionBackend):
     """Declares the backend's features to vLLM. By vLLM's default, all other features are unsupported."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*PLAIN_CACHES, *E4M3_CACHES]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*KNOWN_CACHES]
     forward_includes_kv_cache_update = False
     # In vLLM 0.33, layers may write the cache in a fused operation and then call `forward` without key and value.
     supports_kv_cache_update_bypass = True
@@ -59,10 +69,21 @@ class PagedBackend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *_args: Any, **_options: Any
     ) -> str | None:
-        """Return a reason unless a 16-bit cache has the model's dtype."""
+        """Return a reason unless a 16-bit cache has the model's dtype, and scales lie at multiples of their size."""
         if kv_cache_dtype in ("float16", "bfloat16") and dtype != getattr(torch, kv_cache_dtype):
             return f"kv_cache_dtype {kv_cache_dtype} is not supported for a model in {dtype}"
+        if kv_cache_dtype in CACHES_WITH_SCALES and head_size % 4:
+            return f"kv_cache_dtype {kv_cache_dtype} is not supported for heads of {head_size}, no multiple of 4"
         return None
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return the layer's specification with the bytes of a head's row of keys and of values, scales included."""
+        kind = kv_kind(spec.dtype)
+        if spec.state_content_bytes is not None or not kind.has_scales:
+            return spec
+        row_bytes = kind.row_bytes(spec.head_size) + kind.row_bytes(spec.head_size_v)
+        return replace(spec, state_content_bytes=row_bytes)
 
 
 # A step of a layer over padding alone.
@@ -107,8 +128,8 @@ class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
         """
         if attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"attn_type: {attn_type!r}, expected {AttentionType.DECODER.value!r}")
-        if kv_cache_dtype not in PLAIN_CACHES + E4M3_CACHES:
-            raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {PLAIN_CACHES + E4M3_CACHES}")
+        if kv_cache_dtype not in KNOWN_CACHES:
+            raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r}, known are {KNOWN_CACHES}")
         for name in unknown:
             raise UnsupportedError(f"{name}: attention here does not take it")
         if self.dcp_world_size > 1 and (alibi_slopes is not None or sliding_window is not None):
@@ -121,7 +142,6 @@ class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
         # The window has two sides; causal attention cuts off the right side.
         self.window_size = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
         self.kv_cache_dtype = kv_cache_dtype
-        self.is_scaled = kv_cache_dtype in E4M3_CACHES
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.attn_type = attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -173,8 +193,7 @@ class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
             return output.zero_()
         plan, causal = attn_metadata.plan()
         block_table = attn_metadata.block_table
-        k_cache, v_cache = caches = self._caches(kv_cache, output.shape[-1])
-        scales: dict[str, Any] = {"k_scale": layer._k_scale, "v_scale": layer._v_scale} if self.is_scaled else {}
+        caches, scales = self._caches(layer, kv_cache, output.shape[-1])
         options: dict[str, Any] = {
             "softmax_scale": self.scale,
             "causal": causal,
@@ -190,10 +209,9 @@ class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
             )
             return output.copy_(attended)
         kind = self.kind, causal if isinstance(causal, bool) else None, block_table.stride()
-        bound_for(paged_attention, "plan", *kind, *layout(k_cache, v_cache, output, self.sinks, *scales.values()))(
+        bound_for(paged_attention, "plan", *kind, *layout(*caches, output, self.sinks, *scales.values()))(
             query,
-            k_cache,
-            v_cache,
+            *caches,
             block_table=block_table,
             cu_seqlens_q=attn_metadata.query_start_loc,
             seq_lens=attn_metadata.seq_lens,
@@ -219,21 +237,54 @@ class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
 
         key: [num_tokens or more, num_kv_heads, head_dim]. value: [..., v_head_dim]. slot_mapping: int64 [num_tokens].
         """
-        caches = self._caches(kv_cache, value.shape[-1])
-        scales = layer._k_scale, layer._v_scale
-        reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
+        caches, scales = self._caches(layer, kv_cache, value.shape[-1])
+        if self.kv_cache_dtype in CACHES_WITH_SCALES:
+            num_tokens = slot_mapping.shape[0]
+            reshape_and_cache(key[:num_tokens], value[:num_tokens], *caches, slot_mapping, **scales)
+        else:
+            reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, **scales)
 
-    def _caches(self, kv_cache: torch.Tensor, v_head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of a layer's cache, [num_blocks, block_size, num_kv_heads, head_dim or v_head_dim]."""
+    def _caches(
+        self, layer: AttentionLayer, kv_cache: torch.Tensor, v_head_dim: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+        """Return keys and values of a layer's cache, and their scales, which the layer or the cache holds.
+
+        Keys and values: [num_blocks, block_size, num_kv_heads, elements of a row].
+        """
+        if self.kv_cache_dtype in CACHES_WITH_SCALES:
+            return self._caches_with_scales(kv_cache, v_head_dim)
         sizes = self.head_size, v_head_dim
-        if kv_cache.dim() != 4 or kv_cache.shape[3] != sum(sizes):
-            raise UnsupportedError(
-                f"kv_cache: shape {list(kv_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, {sum(sizes)}]"
-            )
-        if self.is_scaled:
+        _check_row(kv_cache, sum(sizes))
+        scales = {}
+        if self.kv_cache_dtype in E4M3_CACHES:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
         k_cache, v_cache = kv_cache.transpose(1, 2).split(sizes, dim=-1)
-        return k_cache, v_cache
+        return (k_cache, v_cache), scales
+
+    def _caches_with_scales(
+        self, kv_cache: torch.Tensor, v_head_dim: int
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], dict[str, torch.Tensor]]:
+        kind = kv_kind(CACHES_WITH_SCALES[self.kv_cache_dtype])
+        sizes = []
+        for width in (self.head_size, v_head_dim):
+            sizes += [kind.num_elements(width), kind.num_scales(width) * kind.scale_dtype.itemsize]
+        _check_row(kv_cache, sum(sizes))
+        # [num_blocks, block_size, num_kv_heads, bytes of a row]
+        rows = kv_cache.view(torch.uint8).transpose(1, 2)
+        k_codes, k_scale, v_codes, v_scale = rows.split(sizes, dim=-1)
+        caches = k_codes.view(kind.dtype), v_codes.view(kind.dtype)
+        scales = {"k_scale": k_scale.view(kind.scale_dtype), "v_scale": v_scale.view(kind.scale_dtype)}
+        if not kind.group_size:
+            scales = {name: scale.squeeze(-1) for name, scale in scales.items()}
+        return caches, scales
+
+
+def _check_row(kv_cache: torch.Tensor, row_size: int) -> None:
+    if kv_cache.dim() != 4 or kv_cache.shape[3] != row_size:
+        raise UnsupportedError(
+            f"kv_cache: shape {list(kv_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, {row_size}]"
+        )
 
 
 class AttentionWarmup(VllmJitKernel[PaddingStep]):
