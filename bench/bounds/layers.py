@@ -126,9 +126,15 @@ def mixed_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors
     # The input: weights, then a norm.
     sigmoids = logits.sigmoid()
     sigmoid_error = sigmoids * (1 - sigmoids) * delta + 2 * ELEMENTARY * sigmoids
-    weights = (sigmoids[:, :count] + eps).unsqueeze(-1)
+    weight_error = sigmoid_error[:, :count]
+    weights, used_error = sigmoids[:, :count] + eps, weight_error
+    next_weights: list[torch.Tensor] = []
+    if arguments.get("weights") is not None:
+        weights, used_error = arguments["weights"].double(), torch.zeros_like(weight_error)
+        next_weights.append(weight_error)
+    weights = weights.unsqueeze(-1)
     x = (weights * rounded).sum(1)  # [num_tokens, size]
-    x_error = sigmoid_error[:, :count].unsqueeze(-1) * rounded.abs() + weights * (flip + gamma(count) * rounded.abs())
+    x_error = weights.abs() * (flip + gamma(count) * rounded.abs()) + used_error.unsqueeze(-1) * rounded.abs()
     x_error = x_error.sum(1)
     x_root = (x.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
     relative = norm_error(size) + x_root * x_error.square().mean(-1, keepdim=True).sqrt()
@@ -141,9 +147,10 @@ def mixed_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors
     if num_iterations:
         largest = delta[:, 2 * count :].amax(-1, keepdim=True)
         rounds = 4 * ELEMENTARY + 2 * num_iterations * (count + 3) * U
-        joins_error = torch.cat([joins_error, (4 * largest + rounds) * want["next_joins"][:, count:]], -1)
+        shares = want["next_joins"][:, -count * count :]
+        joins_error = torch.cat([joins_error, (4 * largest + rounds) * shares], -1)
     return {
         "x": rounding(want["x"], streams.dtype) + normed_error,
         "joined": rounding(want["joined"], streams.dtype) + joined_error,
-        "next_joins": joins_error,
+        "next_joins": torch.cat([*next_weights, joins_error], -1),
     }

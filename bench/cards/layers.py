@@ -143,11 +143,20 @@ def _gate_cases() -> list[CompileCase]:
 
 
 def _streams(
-    draw: Draw, *, tokens: int, count: int, size: int, kind: str, before: str = "", iterations: int = 20
+    draw: Draw,
+    *,
+    tokens: int,
+    count: int,
+    size: int,
+    kind: str,
+    before: str = "",
+    iterations: int = 20,
+    single_pass: bool = False,
 ) -> Arguments:
     """Return streams that a part's output joins, and weights of a kind: "head", "independent" or "mixing".
 
-    before: kind of the connection before; "none" for no output, "" for the same kind.
+    before: kind of the connection before; "none" for no output, "" for the same kind. single_pass: whether the input
+        has the weights of the call before.
     """
     kinds = {"none": 0, "head": 1, "independent": 2, "mixing": 3}
     num_kinds, num_before = kinds[kind], kinds[before or kind]
@@ -158,8 +167,12 @@ def _streams(
         # Shares of a doubly stochastic matrix, or gains alone.
         joins = draw.floats(tokens, sum(sections[1 : max(num_before, 2)])).abs() / count
         output = draw.normal(tokens, size)
+    weights: torch.Tensor | None = None
+    if single_pass:
+        weights = draw.floats(tokens, count).sigmoid()
     return {
         "streams": draw.normal(tokens, count, size),
+        "weights": weights,
         "output": output,
         "joins": joins,
         "fn": draw.floats(num_weights, count * size) * (count * size) ** -0.5,
@@ -177,19 +190,25 @@ def _odd_streams(draw: Draw) -> Iterator[Arguments]:
     yield _streams(draw, tokens=17, count=4, size=257, kind="independent", before="mixing") | {"eps": 0.05}
     yield _streams(draw, tokens=5, count=4, size=128, kind="head", before="mixing") | {"norm_eps": 0.1}
     yield _streams(draw, tokens=5, count=8, size=72, kind="mixing", iterations=1) | {"magnitude": 3.0}
+    yield _streams(draw, tokens=3, count=3, size=130, kind="mixing", single_pass=True) | {"eps": 0.05}
+    yield _streams(draw, tokens=3, count=3, size=24, kind="independent", single_pass=True)
 
 
 def _stream_cases() -> list[CompileCase]:
-    """Return sites of GLM-5.3-Flash and of HY-V4, its head, and a first site in float32."""
+    """Return sites of GLM-5.3-Flash, of DeepSeek-V4.1-Flash and of HY-V4, its head, and a first site in float32."""
     cases = []
     for dtype, size, kind, before in (
         ("bf16", 4096, "mixing", "mixing"),
+        ("bf16", 5120, "mixing", "mixing"),
         ("bf16", 2816, "independent", "independent"),
         ("bf16", 2816, "head", "independent"),
         ("fp32", 4096, "mixing", "none"),
     ):
         draw = Draw(torch.device("cpu"), DTYPES[dtype])
-        arguments = _streams(draw, tokens=COMPILED_TOKENS, count=4, size=size, kind=kind, before=before)
+        is_single_pass = size == 5120
+        arguments = _streams(
+            draw, tokens=COMPILED_TOKENS, count=4, size=size, kind=kind, before=before, single_pass=is_single_pass
+        )
         join, collapse = launches_of("sm_90", mix_streams, **arguments)
         name = f"mix_streams {dtype} {kind} after {before} size={size}"
         cases += [launch_case(f"{name} join", join), launch_case(f"{name} collapse", collapse)]
@@ -208,6 +227,16 @@ CARDS = (
             Row(
                 {"tokens": (256, 16, 5), "count": same(4), "size": (2816, 352, 352), "kind": same("independent")},
                 variant="independent",
+            ),
+            Row(
+                {
+                    "tokens": (256, 16, 5),
+                    "count": same(4),
+                    "size": (5120, 640, 640),
+                    "kind": same("mixing"),
+                    "single_pass": same(True),
+                },
+                variant="single pass",
             ),
         ),
         edges=(Edge("odd connections", _odd_streams),),

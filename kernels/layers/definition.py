@@ -134,6 +134,7 @@ def mix_streams(
     scale: torch.Tensor,
     norm_weight: torch.Tensor,
     *,
+    weights: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
     magnitude: float = 2.0,
@@ -148,14 +149,19 @@ def mix_streams(
     joined = join_streams(streams, output, joins, compute=compute)
     rounded = joined.to(streams.dtype).to(compute)
     logits = stream_logits(rounded, fn, base, scale, norm_eps, compute=compute)
-    weights = logits[:, :count].sigmoid() + eps
-    x = rms_norm((weights.unsqueeze(-1) * rounded).sum(1), norm_weight, norm_eps, compute=compute)
+    own_weights = logits[:, :count].sigmoid() + eps
+    next_joins: list[torch.Tensor] = []
+    if weights is None:
+        weights = own_weights
+    else:
+        next_joins.append(own_weights)
+    x = rms_norm((weights.to(compute).unsqueeze(-1) * rounded).sum(1), norm_weight, norm_eps, compute=compute)
     gains = magnitude * logits[:, count : 2 * count].sigmoid()
     if num_iterations == 0:
-        return x, joined, gains + eps
+        return x, joined, torch.cat([*next_joins, gains + eps], -1)
     shares = logits[:, 2 * count :].unflatten(-1, (count, count)).softmax(-1) + eps  # [num_tokens, old, new]
     shares = shares / (shares.sum(-2, keepdim=True) + eps)
     for _ in range(num_iterations - 1):
         shares = shares / (shares.sum(-1, keepdim=True) + eps)
         shares = shares / (shares.sum(-2, keepdim=True) + eps)
-    return x, joined, torch.cat([gains, shares.flatten(1)], -1)
+    return x, joined, torch.cat([*next_joins, gains, shares.flatten(1)], -1)

@@ -90,8 +90,10 @@ def _collapse_streams_kernel(
     base_ptr,  # float32 [NUM_WEIGHTS]
     scale_ptr,  # float32 [1, 2 or 3]
     norm_ptr,  # [SIZE]
+    weights_ptr,  # float32 [num_tokens, COUNT], or None
     x_ptr,  # [num_tokens, SIZE], contiguous
-    joins_ptr,  # float32 [num_tokens, NUM_WEIGHTS - COUNT], contiguous
+    joins_ptr,  # float32 [num_tokens, NUM_WEIGHTS - COUNT], or with weights [num_tokens, NUM_WEIGHTS]; contiguous
+    stride_weights_token,
     eps,
     norm_eps,
     magnitude,
@@ -105,7 +107,10 @@ def _collapse_streams_kernel(
     NUM_ITERATIONS: tl.constexpr,  # 0 if streams do not mix
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Make one token's weights from its sums; write its next joins and the RMS norm of its weighted streams."""
+    """Make one token's weights from its sums; write its next joins and the RMS norm of its weighted streams.
+
+    With weights of the call before, the token's own are for the next one, and stand before the next joins.
+    """
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     offs_s, offs_w = tl.arange(0, SPLITS_PADDED), tl.arange(0, PADDED)
@@ -126,6 +131,9 @@ def _collapse_streams_kernel(
     if NUM_ITERATIONS == 0:
         gains += eps
     token_joins_ptr = joins_ptr + token * (NUM_WEIGHTS - COUNT)
+    if weights_ptr is not None:
+        tl.store(joins_ptr + token * NUM_WEIGHTS + offs_w, sigmoids + eps, mask=is_input)
+        token_joins_ptr = joins_ptr + token * NUM_WEIGHTS + COUNT
     tl.store(token_joins_ptr + offs_w - COUNT, gains, mask=is_gain)
 
     # Shares of old streams (rows) in new ones (columns): Sinkhorn's iterations let rows and columns sum to 1.
@@ -152,7 +160,10 @@ def _collapse_streams_kernel(
     in_size = offs_d < SIZE
     x = tl.zeros([BLOCK_SIZE], tl.float32)
     for stream in tl.static_range(COUNT):
-        weight = tl.sum(tl.where(offs_w == stream, sigmoids, 0.0), 0) + eps
+        if weights_ptr is not None:
+            weight = tl.load(weights_ptr + token * stride_weights_token + stream)
+        else:
+            weight = tl.sum(tl.where(offs_w == stream, sigmoids, 0.0), 0) + eps
         row_ptr = joined_ptr + (token * COUNT + stream) * SIZE
         x += weight * tl.load(row_ptr + offs_d, mask=in_size, other=0.0).to(tl.float32)
     variance = tl.sum(x * x, 0) / SIZE
@@ -160,11 +171,16 @@ def _collapse_streams_kernel(
     tl.store(x_ptr + token * SIZE + offs_d, normed.to(x_ptr.dtype.element_ty), mask=in_size)
 
 
-def _new_results(streams: torch.Tensor, base: torch.Tensor, **_: Any) -> tuple[torch.Tensor, ...]:
+def _new_results(
+    streams: torch.Tensor, base: torch.Tensor, weights: torch.Tensor | None = None, **_: Any
+) -> tuple[torch.Tensor, ...]:
     num_tokens, count, size = streams.shape
+    num_joins = len(base)
+    if weights is None:
+        num_joins -= count
     x = torch.empty(num_tokens, size, dtype=streams.dtype, device=streams.device)
     joined = torch.empty(num_tokens, count, size, dtype=streams.dtype, device=streams.device)
-    joins = torch.empty(num_tokens, len(base) - count, dtype=torch.float32, device=streams.device)
+    joins = torch.empty(num_tokens, num_joins, dtype=torch.float32, device=streams.device)
     return x, joined, joins
 
 
@@ -178,6 +194,7 @@ def mix_streams(
     scale: torch.Tensor,
     norm_weight: torch.Tensor,
     *,
+    weights: torch.Tensor | None = None,
     eps: float = 1e-6,
     norm_eps: float = 1e-6,
     magnitude: float = 2.0,
@@ -192,6 +209,9 @@ def mix_streams(
     hyper-connections; Xie et al., 2026). Without shares a new stream is gain * output + stream, and eps is added to
     gains (independent hyper-connections of HY-V4; Tencent, 2026). All is float32.
 
+    With `weights`, the input has these weights, and those of the logits are returned for the next call (single-pass
+    hyper-connections of DeepSeek-V4.1; DeepSeek-AI, 2026).
+
     Args:
         streams: [num_tokens, N, size], float32, float16 or bfloat16, last dimension contiguous; N up to 8.
         output: [num_tokens, size], dtype of streams, last dimension contiguous; None joins nothing.
@@ -202,13 +222,16 @@ def mix_streams(
         base: float32 [num_weights], contiguous.
         scale: float32 [1], [2] or [3], contiguous: one factor for the logits of each kind.
         norm_weight: [size], any float dtype, contiguous.
+        weights: float32 [num_tokens, N], last dimension contiguous: weights of the streams in the input; None for those
+            of the logits.
         eps: added to weights and to sums of shares; at least 0.
         norm_eps: added to mean squares; at least 0.
         magnitude: limit of gains.
         num_iterations: iterations of Sinkhorn's, at least 1 with N * N shares; 0 without.
 
     Returns:
-        (input [num_tokens, size], new streams like `streams`, next joins float32 [num_tokens, num_weights - N]).
+        (input [num_tokens, size], new streams like `streams`, next joins float32 [num_tokens, num_weights - N]). With
+        `weights`, N columns with the next weights stand before the next joins.
 
     Raises:
         InvalidInputError: a shape, dtype, device or value does not fit.
@@ -216,7 +239,7 @@ def mix_streams(
     """
     eps, norm_eps = check_eps(eps), check_eps(norm_eps)
     magnitude, num_iterations = as_float("magnitude", magnitude, 0.0, 1e30), as_int("num_iterations", num_iterations, 0)
-    _check(streams, output, joins, fn, base, scale, norm_weight, num_iterations)
+    _check(streams, output, joins, fn, base, scale, norm_weight, weights, num_iterations)
     options = {"eps": eps, "norm_eps": norm_eps, "magnitude": magnitude}
     num_tokens, count, size = streams.shape
     num_splits = cdiv(size, _BLOCK_D)
@@ -249,6 +272,7 @@ def mix_streams(
             {
                 **options,
                 **sizes,
+                **strides("token", weights=weights),
                 "COUNT_PADDED": triton.next_power_of_2(count),
                 "NUM_SPLITS": num_splits,
                 "SPLITS_PADDED": triton.next_power_of_2(num_splits),
@@ -266,20 +290,22 @@ def mix_streams(
         base: torch.Tensor,
         scale: torch.Tensor,
         norm_weight: torch.Tensor,
+        *,
+        weights: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not by_triton:
             results = definition.mix_streams(
-                streams, output, joins, fn, base, scale, norm_weight,
+                streams, output, joins, fn, base, scale, norm_weight, weights=weights,
                 **options, num_iterations=num_iterations, compute=torch.float32,
             )  # fmt: skip
             return results[0].to(streams.dtype), results[1].to(streams.dtype), results[2]
-        x, joined, next_joins = _new_results(streams, base)
+        x, joined, next_joins = _new_results(streams, base, weights)
         partial = torch.empty(len(streams), num_splits, padded, dtype=torch.float32, device=streams.device)
         tensors = {"fn_ptr": fn, "base_ptr": base, "scale_ptr": scale, "norm_ptr": norm_weight}
         tensors |= {"joined_ptr": joined, "partial_ptr": partial}
         join({**tensors, "streams_ptr": streams, "output_ptr": output, "joins_ptr": joins})
-        collapse({**tensors, "x_ptr": x, "joins_ptr": next_joins})
+        collapse({**tensors, "weights_ptr": weights, "x_ptr": x, "joins_ptr": next_joins})
         return x, joined, next_joins
 
     return run
@@ -293,6 +319,7 @@ def _check(
     base: torch.Tensor,
     scale: torch.Tensor,
     norm_weight: torch.Tensor,
+    weights: torch.Tensor | None,
     num_iterations: int,
 ) -> None:
     """Raise InvalidInputError unless the arguments fit together."""
@@ -320,7 +347,11 @@ def _check(
     check_tensor("fn", fn, (len(base), count * size), float32, device)
     check_tensor("scale", scale, (num_kinds,), float32, device)
     check_tensor("norm_weight", norm_weight, (size,), FLOAT_DTYPES, device)
+    if weights is not None:
+        check_tensor("weights", weights, (num_tokens, count), float32, device)
     named = {"streams": streams, "output": output, "joins": joins, "fn": fn}
-    for name, tensor in (named | {"base": base, "scale": scale, "norm_weight": norm_weight}).items():
+    for name, tensor in (
+        named | {"base": base, "scale": scale, "norm_weight": norm_weight, "weights": weights}
+    ).items():
         if tensor is not None:
             check_last_dim_contiguous(name, tensor)

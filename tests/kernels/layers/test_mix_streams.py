@@ -81,6 +81,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ("joins", arguments["joins"][:, :5], "joins: 5 columns, expected 4 or 20 for 4 streams"),
         ("base", arguments["base"][:23], r"base: 23 weights, expected one of \[4, 8, 24\] for 4 streams"),
         ("num_iterations", 0, "num_iterations: 0, expected at least 1 with 24 weights"),
+        ("weights", arguments["scale"].expand(5, 3), r"weights: shape \[5, 3\], expected \[5, 4\]"),
         ("fn", arguments["fn"].half(), "fn: dtype"),
         ("scale", arguments["scale"][:2], r"scale: shape \[2\], expected \[3\]"),
     )
@@ -96,6 +97,8 @@ MUTATIONS = {
     "rows first": ("shares / (tl.sum(shares, 0) + eps)[None, :]\n        for", "shares\n        for"),
     "one iteration less": ("range(NUM_ITERATIONS - 1)", "range(NUM_ITERATIONS - 2)"),
     "weights without eps": ("sigmoids, 0.0), 0) + eps", "sigmoids, 0.0), 0)"),
+    "next weights without eps": ("offs_w, sigmoids + eps", "offs_w, sigmoids"),
+    "weights of another token": ("weights_ptr + token * stride_weights_token", "weights_ptr"),
     "mean over padding": ("tl.sum(x * x, 0) / SIZE", "tl.sum(x * x, 0) / BLOCK_SIZE"),
 }
 
