@@ -11,7 +11,7 @@ from paged.bench.bounds.layers import norm_error
 from paged.bench.problems.arguments import Arguments, Tensors
 from paged.kernels.cache import pooled_definition
 from paged.kernels.cache.definition import with_rows
-from paged.kernels.cache.latent_cache import RECORD_BYTES, RECORD_CODES, RECORD_GROUP
+from paged.kernels.cache.latent_cache import record_form
 
 # Half a unit of e4m3: relative to a number, and to the scale for numbers below the smallest normal one, 2^-6.
 _HALF_CODE, _HALF_SUBNORMAL = 2.0**-4, 2.0**-10
@@ -90,13 +90,14 @@ def _stored(entries: torch.Tensor, error: torch.Tensor, entry_cache: torch.Tenso
     """Return the errors of entries with the rounding to the form of the cache."""
     if entry_cache.dtype != torch.uint8:
         return error + rounding(entries, entry_cache.dtype)
-    if entry_cache.shape[2] != RECORD_BYTES:
+    form = record_form(entry_cache, entries.shape[1])
+    if form is None:
         scale = entries.abs().amax(-1, keepdim=True) / 448
         return error + _half_code(entries, scale)
-    groups = entries[:, :RECORD_CODES].unflatten(-1, (-1, RECORD_GROUP))
+    groups = entries[:, : form.num_codes].unflatten(-1, (-1, form.group))
     scale = 2 * groups.abs().amax(-1, keepdim=True) / 448  # at most: it is rounded up to a power of two
     coded = _half_code(groups, scale).flatten(-2)
-    return error + torch.cat([coded, rounding(entries[:, RECORD_CODES:], torch.bfloat16)], -1)
+    return error + torch.cat([coded, rounding(entries[:, form.num_codes :], torch.bfloat16)], -1)
 
 
 def _half_code(entries: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

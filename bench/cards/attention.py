@@ -230,9 +230,24 @@ def _latent_option(problem: mla_problem.Problem, draw: Draw) -> Iterator[Argumen
 
 
 def _scored_keys(
-    draw: Draw, *, lengths: Lengths, heads: int, dim: int, top_k: int, is_packed: bool = True, pool: int = 1
+    draw: Draw,
+    *,
+    lengths: Lengths,
+    heads: int,
+    dim: int,
+    top_k: int,
+    is_packed: bool = True,
+    pool: int = 1,
+    candidates: int = 0,
+    candidate_size: int = 64,
 ) -> Arguments:
+    """Draw an indexer's step. candidates: blocks that each query chooses from, some of them unseen; 0 for all keys."""
     arguments = _index_arguments(draw, lengths, pool, (heads, 1), dim, block_size=64, is_packed=is_packed)
+    if candidates:
+        most_blocks = arguments["block_table"].shape[1] * 64 // candidate_size
+        blocks = torch.rand(len(arguments["q"]), most_blocks).argsort(1)[:, :candidates]
+        blocks[:, :1] = torch.where(torch.rand(len(blocks), 1) < 0.5, blocks[:, :1], -1)
+        arguments |= {"candidates": blocks.sort().values.int().to(draw.device), "candidate_size": candidate_size}
     return {**arguments, "top_k": top_k, "pool_size": pool}
 
 
@@ -263,12 +278,20 @@ def _scored_keys_option(draw: Draw, *, is_packed: bool) -> Iterator[Arguments]:
 
 def _scored_keys_cost(_: Card, arguments: Arguments) -> Cost:
     """Count 2 dim operations for a query, a key and a head. Keys are read once; scores are written and read."""
-    q = arguments["q"]
-    pairs = num_keys = 0
+    q, candidates = arguments["q"], arguments.get("candidates")
+    pairs = num_keys = num_queries = 0
     for q_len, seq_len in _lengths(arguments):
         ends = torch.arange(seq_len - q_len + 1, seq_len + 1)
-        pairs += int((ends // arguments["pool_size"]).sum())
-        num_keys += seq_len // arguments["pool_size"]
+        num_seen = ends // arguments["pool_size"]
+        num_closed = seq_len // arguments["pool_size"]
+        if candidates is not None:
+            size = arguments["candidate_size"]
+            blocks = candidates[num_queries : num_queries + q_len].cpu()
+            num_seen = ((num_seen[:, None] - blocks * size).clamp(0, size) * (blocks >= 0)).sum(1)
+            num_closed = min(num_closed, int(num_seen.sum()))
+        pairs += int(num_seen.sum())
+        num_keys += num_closed
+        num_queries += q_len
     key_bytes = arguments["key_cache"][0, 0].nbytes
     moved = num_keys * key_bytes + 8 * pairs + num_bytes(q, arguments["weights"])
     return Cost(2 * q.shape[1] * q.shape[2] * pairs, moved)
@@ -431,7 +454,7 @@ CARDS = (
         defined(latent_definition.choose_keys, "indices"),
         named("indices"),
         cost=_scored_keys_cost,
-        rows=(Row(_INDEXED), Row(_INDEXED_POOLS, "pooled")),
+        rows=(Row(_INDEXED), Row(_INDEXED_POOLS, "pooled"), Row({**_INDEXED, "candidates": (256, 4, 2)}, "candidates")),
         edges=(
             Edge("mixed batch", partial(_scored_keys_option, is_packed=False)),
             Edge("e4m3", partial(_scored_keys_option, is_packed=True)),

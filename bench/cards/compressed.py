@@ -17,6 +17,7 @@ from paged.bench.mla.compressed_problem import PROBLEMS, Problem, call_of
 from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.attention import compressed_definition
 from paged.kernels.attention.plan import AttentionPlan
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
 
 # DeepSeek-V4-Flash: a window of 128, all entries of 128 positions, or 512 chosen ones of 4.
 _SIZES = {"heads": same(64), "dim": same(512), "rotary": same(64), "window": same(128)}
@@ -37,7 +38,7 @@ def _step(
     window: int,
     pool: int,
     chosen: int = 0,
-    is_record: bool = False,
+    record_bytes: int = 0,
 ) -> Arguments:
     """Draw a step. pool: 0 for a window alone."""
     problem = Problem(
@@ -51,7 +52,7 @@ def _step(
         chosen * (pool > 0),
         block_size=128,
         dtype=draw.dtype,
-        is_record=is_record,
+        record_bytes=record_bytes,
     )
     if draw.is_odd:
         problem = replace(problem, block_size=5, entry_block_size=3, padding_rows=1)
@@ -103,8 +104,9 @@ CARDS = (
             Row({**_ALL, "lengths": _DECODES}, "decode"),
             Row({**_CHOSEN, "lengths": _DECODES}, "chosen"),
             Row({**_CHOSEN, "lengths": _PROMPTS}, "prompt"),
-            Row({**_ALL, "lengths": _DECODES, "is_record": same(True)}, "decode records"),
-            Row({**_CHOSEN, "lengths": _DECODES, "is_record": same(True)}, "chosen records"),
+            Row({**_ALL, "lengths": _DECODES, "record_bytes": same(RECORD_BYTES)}, "decode records"),
+            Row({**_CHOSEN, "lengths": _DECODES, "record_bytes": same(RECORD_BYTES)}, "chosen records"),
+            Row({**_CHOSEN, "pool": same(1), "lengths": _DECODES, "record_bytes": same(MXFP8_BYTES)}, "V4.1 records"),
         ),
         edges=tuple(Edge(case.name, partial(_option, case), case.name == "chosen entries") for case in PROBLEMS),
         odd={

@@ -14,7 +14,7 @@ from paged.bench.compilation.cases import mla as compiled_latents
 from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors, marked, num_bytes
 from paged.kernels.cache import pooled_definition
-from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, RECORD_BYTES, RECORD_DIM
+from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, MXFP8_BYTES, RECORD_BYTES, RECORD_DIM
 
 # Pools of GLM-5.3's indexer (Z.ai, 2026).
 _POOLED = {"tokens": (8192, 512, 100), "dim": (128, 128, 32), "pool": same(16), "is_packed": (True, True, False)}
@@ -38,6 +38,7 @@ def _pooled(
     is_normed: bool = False,
     rotary_dim: int = 0,
     overlaps: bool = False,
+    record_bytes: int = RECORD_BYTES,
     **options: Any,
 ) -> Arguments:
     """Draw two chunks of prompts, the first behind a block of 4 pools, with rows and entries in random blocks.
@@ -58,7 +59,7 @@ def _pooled(
         row_slots[torch.rand(tokens) < 0.2] = -1
     entry_cache = draw.normal(num_blocks, 4, dim)
     if is_packed:
-        size = RECORD_BYTES if dim == RECORD_DIM else dim + INDEX_SCALE_BYTES
+        size = record_bytes if dim == RECORD_DIM else dim + INDEX_SCALE_BYTES
         entry_cache = torch.zeros(num_blocks, 4, size, dtype=torch.uint8, device=draw.device)
     num_halves = 2 if overlaps else 1
     row_size = 2 * num_halves * dim if has_gates else dim
@@ -92,6 +93,7 @@ def _options(draw: Draw) -> Iterator[Arguments]:
     compressed = {name: choices[-1] for name, choices in _COMPRESSED.items()}
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=4, overlaps=True)
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=1, has_gates=False)
+    yield _pooled(draw, **{**compressed, "tokens": 40}, pool=2, record_bytes=MXFP8_BYTES)
 
 
 def _written(arguments: Arguments) -> Tensors:
@@ -137,6 +139,7 @@ CARDS = (
             Row(_POOLED),
             Row({**_COMPRESSED, "pool": same(4), "overlaps": same(True)}, "overlapping"),
             Row({**_COMPRESSED, "pool": (128, 128, 32)}, "heavy"),
+            Row({**_COMPRESSED, "pool": same(1), "has_gates": same(False), "record_bytes": same(MXFP8_BYTES)}, "V4.1"),
         ),
         edges=(Edge("options", _options),),
         odd={

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paged.bench.attention import problem as attention_problem
-from paged.kernels.cache.latent_cache import encode_records
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES, RECORD_FORMS, encode_records
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Problem:
     dtype: torch.dtype = torch.float32
     padding_rows: int = 0
     deterministic: bool = False
-    is_record: bool = False  # rows and entries are records of DeepSeek-V4
+    record_bytes: int = 0  # size of rows and entries that are records; 0 for numbers of dtype
 
 
 PROBLEMS = (
@@ -46,7 +46,8 @@ PROBLEMS = (
     Problem(
         "sizes of DeepSeek-V4", ((1, 300), (2, 9)), 64, 512, 64, 128, chosen=40, block_size=64, entry_block_size=16
     ),
-    Problem("records", ((1, 150), (5, 40)), 3, 512, 64, chosen=9, is_record=True),
+    Problem("records", ((1, 150), (5, 40)), 3, 512, 64, chosen=9, record_bytes=RECORD_BYTES),
+    Problem("records of V4.1", ((1, 90), (5, 40)), 3, 512, 64, pool_size=1, chosen=9, record_bytes=MXFP8_BYTES),
 )
 
 
@@ -96,11 +97,12 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
 
 def _stored(rows: torch.Tensor, problem: Problem) -> torch.Tensor:
     """Return rows in the form of a problem's caches. Groups of a record have scales that differ by powers of four."""
-    if not problem.is_record:
+    if not problem.record_bytes:
         return rows
-    factors = torch.ones(rows.shape[-1] // 64)
-    factors[: 448 // 64] = 4.0 ** torch.randint(-1, 2, (448 // 64,))
-    return encode_records((rows.float().unflatten(-1, (-1, 64)) * factors[:, None]).flatten(-2))
+    form = RECORD_FORMS[problem.record_bytes]
+    factors = torch.ones(rows.shape[-1] // form.group)
+    factors[: form.num_codes // form.group] = 4.0 ** torch.randint(-1, 2, (form.num_codes // form.group,))
+    return encode_records((rows.float().unflatten(-1, (-1, form.group)) * factors[:, None]).flatten(-2), form.num_bytes)
 
 
 def draw_entries(lengths: tuple[tuple[int, int], ...], padding_rows: int, pool_size: int, count: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.latent_cache import latent_kind
+from ..cache.latent_cache import latent_kind, record_form
 from ..core.device import LARGE_SHARED_MEMORY, device_of
 from ..core.dtypes import KV_KINDS, kv_kind
 from ..core.errors import InvalidInputError, as_int, shown
@@ -297,8 +297,9 @@ class CompressedCall(NamedTuple):
         """The shape that schedules depend on. Each token is a sequence of its own, as with chosen keys."""
         num_tokens, num_heads, head_dim = self.q.shape
         kind = ""
-        if self.kv_cache.dtype == torch.uint8:
-            kind = "record"
+        form = record_form(self.kv_cache, head_dim)
+        if form is not None:
+            kind = form.kind
         return MlaShape(
             num_tokens=num_tokens,
             num_kv_heads=1,

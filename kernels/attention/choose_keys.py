@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..core.checks import check_is_tensor
+from ..core.checks import check_is_tensor, check_last_dim_contiguous, check_tensor
 from ..core.compat import dot, tl, triton
 from ..core.device import takes_numba, use_triton
 from ..core.dtypes import decode_e4m3
 from ..core.errors import as_int
-from ..core.launch import wait_for_inputs
+from ..core.launch import strides, wait_for_inputs
 from ..core.operation import Run, operation
 from . import latent_definition
 from .index_spans import KEYS_PER_PROGRAM, SpanLaunches, check_index, index_tile, token_spans
@@ -39,7 +39,7 @@ def locate_token(token, num_seqs, cu_seqlens_q_ptr, seq_lens_ptr):
     return seq, tl.where(low < num_seqs, end_key, 0)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_seqs", "stride_table_seq"])
+@triton.jit(do_not_specialize=["first_token", "num_seqs", "num_candidates", "stride_table_seq"])
 def _index_scores_kernel(
     q_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     weights_ptr,  # float32 [num_tokens, NUM_HEADS]
@@ -48,9 +48,11 @@ def _index_scores_kernel(
     block_table_ptr,  # [num_seqs, max_blocks_per_seq]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs]
-    out_ptr,  # float32 [tokens of this launch, max_keys], which the caller fills with -inf
+    candidates_ptr,  # [num_tokens, num_candidates], or None for all keys
+    out_ptr,  # float32 [tokens of this launch, max_keys, or keys of candidates], which the caller fills with -inf
     first_token,
     num_seqs,
+    num_candidates,
     stride_q_token,
     stride_q_head,
     stride_weights_token,
@@ -59,6 +61,7 @@ def _index_scores_kernel(
     stride_scales_block,
     stride_scales_slot,
     stride_table_seq,
+    stride_candidates_token,
     stride_out_token,
     NUM_HEADS: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
@@ -68,6 +71,7 @@ def _index_scores_kernel(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # blocks of BLOCK_N keys in a program
     POOL_SIZE: tl.constexpr,  # positions of a key
+    CANDIDATE_SIZE: tl.constexpr,  # keys of a candidate
     NATIVE_FP8: tl.constexpr,
 ):
     """Score one token's query against BLOCKS blocks of keys in a program."""
@@ -84,9 +88,17 @@ def _index_scores_kernel(
     q = tl.load(q_ptrs, mask=(offs_h < NUM_HEADS)[:, None] & in_dim[None, :], other=0.0)
     weights = tl.load(weights_ptr + token * stride_weights_token + offs_h, mask=offs_h < NUM_HEADS, other=0.0)
     first = tl.program_id(1) * BLOCKS
-    last = tl.minimum(first + BLOCKS, (end_key + BLOCK_N - 1) // BLOCK_N)
+    num_columns = end_key
+    if candidates_ptr is not None:
+        num_columns = num_candidates * CANDIDATE_SIZE
+    last = tl.minimum(first + BLOCKS, (num_columns + BLOCK_N - 1) // BLOCK_N)
     for index in range(first, last):
-        keys = index * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = index * BLOCK_N + tl.arange(0, BLOCK_N)
+        keys = columns
+        if candidates_ptr is not None:
+            candidate_ptrs = candidates_ptr + token * stride_candidates_token + columns // CANDIDATE_SIZE
+            candidates = tl.load(candidate_ptrs, mask=columns < num_columns, other=-1)
+            keys = tl.where(candidates < 0, end_key, candidates * CANDIDATE_SIZE + columns % CANDIDATE_SIZE)
         mask = keys < end_key
         block = tl.load(block_table_ptr + seq * stride_table_seq + keys // KV_BLOCK_SIZE, mask=mask, other=0)
         block = block.to(tl.int64)
@@ -102,15 +114,29 @@ def _index_scores_kernel(
             scores *= tl.load(
                 scales_ptr + block * stride_scales_block + slot * stride_scales_slot, mask=mask, other=0.0
             )
-        tl.store(out_ptr + row * stride_out_token + keys, scores, mask=mask)
+        tl.store(out_ptr + row * stride_out_token + columns, scores, mask=mask)
 
 
-def _new_indices(q: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, top_k: int, **_: object) -> Any:
-    return torch.empty(_shape(q, key_cache, block_table, top_k), dtype=torch.int32, device=q.device)
+def _new_indices(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    top_k: int,
+    candidates: torch.Tensor | None = None,
+    candidate_size: int = 1,
+    **_: object,
+) -> Any:
+    columns = min(top_k, _num_columns(key_cache, block_table, candidates, candidate_size))
+    return torch.empty((len(q), columns), dtype=torch.int32, device=q.device)
 
 
-def _shape(q: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor, top_k: int) -> tuple[int, int]:
-    return len(q), min(top_k, block_table.shape[1] * key_cache.shape[1])
+def _num_columns(
+    key_cache: torch.Tensor, block_table: torch.Tensor, candidates: torch.Tensor | None, candidate_size: int
+) -> int:
+    """Return the number of scores of a query: those of all keys that the table has, or of its candidates."""
+    if candidates is not None:
+        return candidates.shape[1] * candidate_size
+    return block_table.shape[1] * key_cache.shape[1]
 
 
 def _run_definition(
@@ -130,6 +156,8 @@ def choose_keys(
     seq_lens: torch.Tensor,
     top_k: int,
     pool_size: int = 1,
+    candidates: torch.Tensor | None = None,
+    candidate_size: int = 1,
     plan: AttentionPlan | None = None,
 ) -> Run[torch.Tensor]:
     """Return the keys with the highest scores of an indexer, for `indices` of attention.
@@ -147,11 +175,15 @@ def choose_keys(
         top_k: keys of a query, at least 1.
         pool_size: positions of a key, at least 1: 1 for `paged_mla_attention`, more for entries of
             `paged_compressed_attention`, of which those of closed pools count.
+        candidates: int32 [num_tokens, columns], last dimension contiguous: blocks of candidate_size keys that each
+            query chooses from (DeepSeek-V4.1, 2026), distinct and ascending, and -1 for none: as `choose_blocks`
+            returns them. Only their keys are read. None for all keys.
+        candidate_size: keys of a candidate, 1 to 256.
         plan: the step's `AttentionPlan`; layers that share it are bound once a step.
 
     Returns:
-        int32 [num_tokens, min(top_k, max_blocks_per_seq * block_size)], ascending. If a query sees fewer keys, the row
-        begins with -1.
+        int32 [num_tokens, min(top_k, max_blocks_per_seq * block_size)], or with candidates [num_tokens, min(top_k,
+        columns * candidate_size)], ascending. If a query has fewer keys, the row begins with -1.
 
     Raises:
         InvalidInputError: a shape, dtype, device or value does not fit.
@@ -160,14 +192,18 @@ def choose_keys(
     check_is_tensor("weights", weights)
     top_k, pool_size = as_int("top_k", top_k, 1), as_int("pool_size", pool_size, 1, NO_LIMIT)
     check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size)
-    shape = _shape(q, key_cache, block_table, top_k)
+    candidate_size = as_int("candidate_size", candidate_size, 1, 256)
+    if candidates is not None:
+        check_tensor("candidates", candidates, (len(q), "columns"), (torch.int32,), q.device)
+        check_last_dim_contiguous("candidates", candidates)
+    num_columns = _num_columns(key_cache, block_table, candidates, candidate_size)
+    shape = len(q), min(top_k, num_columns)
     by_triton = use_triton(q)
-    if not by_triton and (pool_size > 1 or not takes_numba(q, weights=(weights,))):
+    if not by_triton and (pool_size > 1 or candidates is not None or not takes_numba(q, weights=(weights,))):
         return _run_definition
-    max_keys = block_table.shape[1] * key_cache.shape[1]
     if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    spans = token_spans(len(q), max_keys, _MAX_SCORES)
+    spans = token_spans(len(q), num_columns, _MAX_SCORES)
     if not by_triton:
         from ..cpu.attention.choose_blocks import bind_keys
 
@@ -176,14 +212,17 @@ def choose_keys(
     launches = SpanLaunches(
         _index_scores_kernel,
         spans,
-        triton.cdiv(max_keys, KEYS_PER_PROGRAM),
+        triton.cdiv(num_columns, KEYS_PER_PROGRAM),
         q,
         weights,
         key_cache,
         block_table,
-        stride_out_token=max_keys,
+        **strides("token", candidates=candidates),
+        num_candidates=num_columns // candidate_size,
+        stride_out_token=num_columns,
         BLOCK_N=block_n,
         POOL_SIZE=pool_size,
+        CANDIDATE_SIZE=candidate_size,
         BLOCKS=KEYS_PER_PROGRAM // block_n,
     )
 
@@ -195,6 +234,7 @@ def choose_keys(
         block_table: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         seq_lens: torch.Tensor,
+        candidates: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
         indices = torch.empty(shape, dtype=torch.int32, device=q.device)
@@ -204,9 +244,19 @@ def choose_keys(
             "block_table": block_table,
             "cu_seqlens_q": cu_seqlens_q,
             "seq_lens": seq_lens,
+            "candidates": candidates,
         }
-        for span, scores in launches.results(tensors, key_cache, (max_keys,), float("-inf")):
-            indices[span] = best_keys(scores, shape[1])
+        for span, scores in launches.results(tensors, key_cache, (num_columns,), float("-inf")):
+            columns = best_keys(scores, shape[1])
+            if candidates is not None:
+                columns = _keys_of_candidates(columns, candidates[span], candidate_size)
+            indices[span] = columns
         return indices
 
     return run
+
+
+def _keys_of_candidates(columns: torch.Tensor, candidates: torch.Tensor, size: int) -> torch.Tensor:
+    """Return the keys at columns of all candidates' keys, int32 [n, k]; -1 for -1."""
+    blocks = candidates.gather(1, columns.clamp(min=0) // size)
+    return torch.where(columns < 0, -1, blocks * size + columns % size)

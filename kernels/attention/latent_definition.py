@@ -77,22 +77,30 @@ def choose_keys(
     seq_lens: torch.Tensor,
     top_k: int,
     pool_size: int = 1,
+    candidates: torch.Tensor | None = None,
+    candidate_size: int = 1,
     compute: torch.dtype = torch.float64,
 ) -> torch.Tensor:
     """Return the top_k keys of each query by the scores sum_h weights[h] max(q[h] k, 0), int32, as `best_keys`.
 
-    A key is that of a pool of positions, and a query sees the closed ones.
+    A key is that of a pool of positions, and a query sees the closed ones, or those in blocks of candidate_size keys.
     """
     num_tokens, num_heads, head_dim = q.shape
-    count = min(top_k, block_table.shape[1] * key_cache.shape[1])
+    count, numbers_per_key = min(top_k, block_table.shape[1] * key_cache.shape[1]), num_heads
+    if candidates is not None:
+        count = min(top_k, candidates.shape[1] * candidate_size)
+        numbers_per_key += candidates.shape[1]
     indices = torch.full((num_tokens, count), -1, dtype=torch.int32, device=q.device)
-    for queries in _queries(cu_seqlens_q, seq_lens, num_heads):
+    for queries in _queries(cu_seqlens_q, seq_lens, numbers_per_key):
         rows, num_keys = queries.rows, queries.seq_len // pool_size
         keys = torch.arange(num_keys, device=q.device)  # [L]
         wide_keys = index_keys(_rows(key_cache, block_table[queries.seq], keys), head_dim, compute)  # [L, D]
         products = (q[rows].to(compute) @ wide_keys.T).relu_()  # [n, H, L]
         scores = (weights[rows, None].to(compute) @ products).squeeze(1)  # [n, L]
         scores.masked_fill_(keys >= (queries.positions[:, None] + 1) // pool_size, -math.inf)
+        if candidates is not None:
+            is_candidate = (keys // candidate_size == candidates[rows, :, None]).any(1)  # [n, L]
+            scores.masked_fill_(~is_candidate, -math.inf)
         best = best_keys(scores, min(count, num_keys))
         indices[rows, count - best.shape[1] :] = best
     return indices

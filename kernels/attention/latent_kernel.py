@@ -19,6 +19,7 @@ from .plan_kernel import ITEM_SIZE
 
 _GROUP = tl.constexpr(128)  # latents that share a scale in the published fp8 form
 _RECORD_GROUP = tl.constexpr(64)  # codes that share a power of two in a record, and bfloat16 numbers behind them
+_MXFP8_GROUP = tl.constexpr(32)  # codes that share a power of two in a record of codes alone
 
 
 class Latents(NamedTuple):
@@ -81,6 +82,31 @@ def _load_records(
     numbers = decode_e4m3(codes, NATIVE_FP8).to(tl.float32)
     numbers = numbers.reshape(BLOCK_N, DIM // _RECORD_GROUP, _RECORD_GROUP) * scales[:, :, None]
     return tl.where(is_code[None, :], numbers.reshape(BLOCK_N, DIM), rope.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _load_mxfp8(
+    latents,
+    block,  # [BLOCK_N], blocks of the cache; a scalar if one holds all keys
+    slots,  # Slots
+    key_mask,
+    dtype: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Load records of DeepSeek-V4.1 as numbers [BLOCK_N, DIM]: codes with a power of two for each 32."""
+    offs = tl.arange(0, DIM)
+    offs_g = tl.arange(0, DIM // _MXFP8_GROUP)
+    rows = row_offsets(block, slots, latents.stride_block, latents.stride_slot)
+    codes = _load_rows(latents.latent_ptr + rows[:, None] + offs[None, :], key_mask, None, True)
+    scale_rows = row_offsets(block, slots, latents.stride_scales_block, latents.stride_scales_slot)
+    exponents = _load_rows(latents.scales_ptr + scale_rows[:, None] + offs_g[None, :], key_mask, None, True)
+    exponents = exponents.to(tl.int32)
+    scales = tl.where(exponents == 255, float("nan"), (exponents << 23).to(tl.float32, bitcast=True))
+    numbers = decode_e4m3(codes, NATIVE_FP8).to(tl.float32)
+    numbers = numbers.reshape(BLOCK_N, DIM // _MXFP8_GROUP, _MXFP8_GROUP) * scales[:, :, None]
+    return numbers.reshape(BLOCK_N, DIM).to(dtype)
 
 
 @triton.jit
@@ -162,6 +188,10 @@ def _attend(
             slots = Slots(first=index * 0, offsets=keys % KV_BLOCK_SIZE)
         if KIND == "record":
             latent = _load_records(
+                latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], BLOCK_N, NATIVE_FP8
+            )
+        elif KIND == "mxfp8":
+            latent = _load_mxfp8(
                 latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], BLOCK_N, NATIVE_FP8
             )
         else:

@@ -68,9 +68,9 @@ def paged_compressed_attention(
     Args:
         q: [num_tokens, num_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; head_dim is a
             multiple of 16 up to 512. Rows beyond cu_seqlens_q[-1] are padding and give 0 and -inf.
-        kv_cache: [num_blocks, block_size, head_dim], dtype of q; or uint8 [num_blocks, block_size, 584], records of a
-            head_dim of 512: see `kernels.cache.latent_cache.encode_records`. Last dimension contiguous.
-        entry_cache: [num_entry_blocks, entries of a block, head_dim or 584], of the same dtype; entry s pools the
+        kv_cache: [num_blocks, block_size, head_dim], dtype of q; or uint8 [num_blocks, block_size, 584 or 528], records
+            of a head_dim of 512: see `kernels.cache.latent_cache.encode_records`. Last dimension contiguous.
+        entry_cache: [num_entry_blocks, entries of a block, size], of the same dtype and size; entry s pools the
             positions from s * pool_size on. None for a layer with a window alone.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Blocks before the windows of all queries are not read.
         cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
@@ -184,6 +184,7 @@ def _check_entries(
         raise InvalidInputError("entry_table: None with entry_cache, expected int32 [num_seqs, blocks of entries]")
     check_rows("entry_cache", entry_cache, q)
     check_dtype("entry_cache", entry_cache, kv_cache.dtype)
+    check_tensor("entry_cache", entry_cache, (*entry_cache.shape[:2], kv_cache.shape[2]))
     check_tensor("entry_table", entry_table, (num_seqs, "max_entry_blocks_per_seq"), (torch.int32,), q.device)
     check_last_dim_contiguous("entry_table", entry_table)
     if indices is not None:

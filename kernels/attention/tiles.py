@@ -64,7 +64,7 @@ _16KB = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32, 1024: 16}
 # The same, with at most 64 keys, and with at most 32.
 _64_KEYS = {32: 64, 64: 64, 128: 64, 256: 64, 512: 32, 1024: 16}
 _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
-_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4",), ("packed", "record")
+_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4",), ("packed", "record", "mxfp8")
 # Kinds with scales of rows.
 _INT8 = ("int8", *_INT4)
 _FP8 = ("e4m3", "e5m2")

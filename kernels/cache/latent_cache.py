@@ -17,6 +17,8 @@ PACKED_BYTES, PACKED_LATENT, PACKED_ROPE, PACKED_GROUP = 656, 512, 64, 128
 # its exponent as a byte) for each 64 codes, a byte of padding.
 RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
 RECORD_DIM = RECORD_CODES + RECORD_ROPE
+# A record of DeepSeek-V4.1 (vLLM, 2026): 512 e4m3 codes, the rotated ones too, then a UE8M0 scale for each 32 of them.
+MXFP8_BYTES, MXFP8_GROUP = 528, 32
 # Largest latent, that of dots3-note's layers with a window.
 MAX_LATENT = 1024
 
@@ -112,38 +114,71 @@ def dequantized(
     return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
 
 
+class RecordForm(NamedTuple):
+    """A form of rows of 512 numbers in 8 bits: codes with a power of two for each `group`, then bfloat16 numbers.
+
+    kind: its name in kernels.
+    """
+
+    kind: str
+    num_bytes: int
+    num_codes: int
+    group: int
+
+
+RECORD_FORMS = {
+    RECORD_BYTES: RecordForm("record", RECORD_BYTES, RECORD_CODES, RECORD_GROUP),
+    MXFP8_BYTES: RecordForm("mxfp8", MXFP8_BYTES, RECORD_DIM, MXFP8_GROUP),
+}
+
+
+def record_form(cache: torch.Tensor, head_dim: int) -> RecordForm | None:
+    """Return the form of a cache's rows of `head_dim` numbers; None if they are no records."""
+    if cache.dtype != torch.uint8 or head_dim != RECORD_DIM:
+        return None
+    return RECORD_FORMS.get(cache.shape[-1])
+
+
 class RecordParts(NamedTuple):
-    """Views of records [..., 584]: uint8 codes [..., 448], bfloat16 [..., 64] and uint8 exponents [..., 7]."""
+    """Views of records: uint8 codes [..., num_codes], bfloat16 numbers behind them, and a uint8 exponent a group.
+
+    rope: None if all numbers are codes.
+    """
 
     codes: torch.Tensor
-    rope: torch.Tensor
+    rope: torch.Tensor | None
     exponents: torch.Tensor
 
 
 def record_parts(records: torch.Tensor) -> RecordParts:
-    """Return the parts of records, uint8 [..., 584]."""
-    start = RECORD_CODES + 2 * RECORD_ROPE
-    rope = records[..., RECORD_CODES:start].view(torch.bfloat16)
-    num_groups = RECORD_CODES // RECORD_GROUP
-    return RecordParts(records[..., :RECORD_CODES], rope, records[..., start : start + num_groups])
+    """Return the parts of records, uint8 [..., 584 or 528]."""
+    form = RECORD_FORMS[records.shape[-1]]
+    start = 2 * RECORD_DIM - form.num_codes
+    rope = None
+    if form.num_codes < RECORD_DIM:
+        rope = records[..., form.num_codes : start].view(torch.bfloat16)
+    num_groups = form.num_codes // form.group
+    return RecordParts(records[..., : form.num_codes], rope, records[..., start : start + num_groups])
 
 
-def encode_records(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows [..., 512] as records, uint8 [..., 584].
+def encode_records(rows: torch.Tensor, num_bytes: int = RECORD_BYTES) -> torch.Tensor:
+    """Return rows [..., 512] as records, uint8 [..., num_bytes].
 
     The scale of a group is the least power of two that is not below its largest magnitude / 448; NaN, exponent 255, if
     a number of the group is not finite.
     """
-    groups = rows[..., :RECORD_CODES].float().unflatten(-1, (-1, RECORD_GROUP))  # [..., 7, 64]
+    form = RECORD_FORMS[num_bytes]
+    groups = rows[..., : form.num_codes].float().unflatten(-1, (-1, form.group))  # [..., groups, group]
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
     mantissas, exponents = torch.frexp(largest / 448.0)  # a mantissa is at least 0.5 and below 1
     exponents = exponents - (mantissas == 0.5).int() + 127
     exponents = exponents.masked_fill(~groups.isfinite().all(-1, keepdim=True), 255)
     codes = (groups / _powers(exponents)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
-    records = torch.zeros(*rows.shape[:-1], RECORD_BYTES, dtype=torch.uint8, device=rows.device)
+    records = torch.zeros(*rows.shape[:-1], num_bytes, dtype=torch.uint8, device=rows.device)
     parts = record_parts(records)
     parts.codes.copy_(codes.view(torch.uint8))
-    parts.rope.copy_(rows[..., RECORD_CODES:])
+    if parts.rope is not None:
+        parts.rope.copy_(rows[..., form.num_codes :])
     parts.exponents.copy_(exponents.squeeze(-1))
     return records
 
@@ -151,9 +186,11 @@ def encode_records(rows: torch.Tensor) -> torch.Tensor:
 def decode_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return records as numbers of a float dtype, [..., 512]."""
     codes, rope, exponents = record_parts(records)
-    numbers = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, RECORD_GROUP))  # [..., 7, 64]
-    numbers = numbers * _powers(exponents.unsqueeze(-1)).to(dtype)
-    return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
+    numbers = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (exponents.shape[-1], -1))  # [..., groups, group]
+    numbers = (numbers * _powers(exponents.unsqueeze(-1)).to(dtype)).flatten(-2)
+    if rope is None:
+        return numbers
+    return torch.cat([numbers, rope.to(dtype)], -1)
 
 
 def stored_rows(rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -173,8 +210,8 @@ def check_rows(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
     if cache.dtype != torch.uint8:
         check_tensor(name, cache, (*cache.shape[:2], head_dim))
         return
-    if (cache.shape[2], head_dim) != (RECORD_BYTES, RECORD_DIM):
-        expected = f"{RECORD_BYTES} and {RECORD_DIM} of a uint8 cache"
+    if record_form(cache, head_dim) is None:
+        expected = f"{RECORD_BYTES} or {MXFP8_BYTES}, and {RECORD_DIM}, of a uint8 cache"
         raise InvalidInputError(f"{name}: {cache.shape[2]} bytes a row and head_dim {head_dim}, expected {expected}")
     if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:2]):
         raise InvalidInputError(f"{name}: strides {cache.stride()}, expected multiples of 2 bytes")

@@ -9,14 +9,11 @@ import torch
 from ..layers import definition as layers
 from .definition import with_rows, write_rows
 from .latent_cache import (
-    RECORD_BYTES,
-    RECORD_CODES,
-    RECORD_DIM,
-    RECORD_GROUP,
     decode_records,
     encode_index_keys,
     encode_records,
     index_keys,
+    record_form,
 )
 
 
@@ -159,24 +156,26 @@ def not_finite(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor
     zeros = entries * 0.0
     if entry_cache.dtype != torch.uint8:
         return torch.zeros_like(entries)
-    if entry_cache.shape[2] != RECORD_BYTES:
+    form = record_form(entry_cache, entries.shape[1])
+    if form is None:
         return zeros.sum(-1, keepdim=True).expand_as(entries)
-    groups = zeros[:, :RECORD_CODES].unflatten(-1, (-1, RECORD_GROUP))
+    groups = zeros[:, : form.num_codes].unflatten(-1, (-1, form.group))
     groups = groups.sum(-1, keepdim=True).expand_as(groups).flatten(-2)
-    return torch.cat([groups, torch.zeros_like(zeros[:, RECORD_CODES:])], -1)
+    return torch.cat([groups, torch.zeros_like(zeros[:, form.num_codes :])], -1)
 
 
 def encode_entries(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor:
     """Return entries [m, head_dim] in the form of a cache."""
     if entry_cache.dtype != torch.uint8:
         return entries.to(entry_cache.dtype)
-    if entry_cache.shape[2] == RECORD_BYTES:
-        return encode_records(entries)
+    form = record_form(entry_cache, entries.shape[1])
+    if form is not None:
+        return encode_records(entries, form.num_bytes)
     return encode_index_keys(entries)
 
 
 def decode_entries(entry_cache: torch.Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the entries of a cache as numbers of a float dtype, [..., head_dim]."""
-    if entry_cache.dtype == torch.uint8 and (entry_cache.shape[-1], head_dim) == (RECORD_BYTES, RECORD_DIM):
+    if record_form(entry_cache, head_dim) is not None:
         return decode_records(entry_cache, dtype)
     return index_keys(entry_cache, head_dim, dtype)

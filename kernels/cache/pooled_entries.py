@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..core.compat import tl, triton
 from ..core.dtypes import SMALLEST, cast_to_cache
 from ..core.launch import wait_for_inputs
-from .latent_cache import RECORD_CODES, RECORD_GROUP
+from .latent_cache import MXFP8_GROUP, RECORD_CODES, RECORD_GROUP
 from .write import slot_offset
 
 # A chunk of a pool is a tile of rows. With 4 warps, 4,096 values and as many gates are 64 registers of a thread.
@@ -14,6 +14,7 @@ NUM_WARPS = 4
 _SMALLEST = tl.constexpr(SMALLEST)
 _CODES = tl.constexpr(RECORD_CODES)
 _GROUP = tl.constexpr(RECORD_GROUP)
+_MXFP8_GROUP = tl.constexpr(MXFP8_GROUP)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "stride_table_seq"])
@@ -52,7 +53,7 @@ def _pooled_entries_kernel(
     INTERLEAVED: tl.constexpr,
     ROW_BLOCK_SIZE: tl.constexpr,  # a multiple of POOL_SIZE
     ENTRY_BLOCK_SIZE: tl.constexpr,
-    KIND: tl.constexpr,  # "", "index" or "record"
+    KIND: tl.constexpr,  # "", "index", "record" or "mxfp8"
     NATIVE_FP8: tl.constexpr,
 ):
     """Write the entry of the pool that one token closes, if it closes one."""
@@ -190,9 +191,11 @@ def store_entry(
         tl.store(scale_ptr, largest / 448.0 + not_finite)
         codes = cast_to_cache(entry * (448.0 / largest), None, tl.uint8, "e4m3", NATIVE_FP8)
         tl.store(entry_ptr + offs_d, codes, mask=in_dim)
-    elif KIND == "record":
-        groups = entry.reshape(DIM_PADDED // _GROUP, _GROUP)
-        offs_g = tl.arange(0, DIM_PADDED // _GROUP)
+    elif KIND != "":
+        GROUP: tl.constexpr = _GROUP if KIND == "record" else _MXFP8_GROUP
+        CODES: tl.constexpr = _CODES if KIND == "record" else DIM_PADDED
+        groups = entry.reshape(DIM_PADDED // GROUP, GROUP)
+        offs_g = tl.arange(0, DIM_PADDED // GROUP)
         not_finite = tl.sum(groups * 0.0, 1)
         largest = tl.maximum(tl.max(tl.abs(groups), 1), _SMALLEST)
         # Round the scale up to a power of two: add one to the exponent unless the mantissa is 0.
@@ -200,9 +203,10 @@ def store_entry(
         exponent = (bits + 0x7FFFFF) >> 23
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scales = tl.where(not_finite == 0.0, exponent, 255).to(tl.uint8)
-        tl.store(scale_ptr + offs_g, scales, mask=offs_g < _CODES // _GROUP)
+        tl.store(scale_ptr + offs_g, scales, mask=offs_g < CODES // GROUP)
         codes = cast_to_cache((groups * inverse[:, None]).reshape(DIM_PADDED), None, tl.uint8, "e4m3", NATIVE_FP8)
-        tl.store(entry_ptr + offs_d, codes, mask=offs_d < _CODES)
-        tl.store(rope_ptr + offs_d - _CODES, entry.to(tl.bfloat16), mask=in_dim & (offs_d >= _CODES))
+        tl.store(entry_ptr + offs_d, codes, mask=offs_d < CODES)
+        if KIND == "record":
+            tl.store(rope_ptr + offs_d - _CODES, entry.to(tl.bfloat16), mask=in_dim & (offs_d >= _CODES))
     else:
         tl.store(entry_ptr + offs_d, entry.to(entry_ptr.dtype.element_ty), mask=in_dim)

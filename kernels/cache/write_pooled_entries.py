@@ -22,7 +22,15 @@ from ..core.ids import Ids, check_all_ids, checks_ids
 from ..core.launch import Compute, Launch, nothing, strides
 from ..core.operation import Run, operation
 from . import pooled_definition
-from .latent_cache import INDEX_SCALE_BYTES, RECORD_BYTES, RECORD_DIM, index_parts, record_parts
+from .latent_cache import (
+    INDEX_SCALE_BYTES,
+    MXFP8_BYTES,
+    RECORD_BYTES,
+    RECORD_DIM,
+    index_parts,
+    record_form,
+    record_parts,
+)
 from .pooled_entries import NUM_WARPS, TILE_SIZE, _pooled_entries_kernel
 
 MAX_POOL_SIZE = 256
@@ -30,7 +38,7 @@ MAX_ENTRY_DIM = 512
 
 
 def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
-    """Return the form of entries of `head_dim` numbers: "" for plain numbers, "index" or "record" for 8 bits.
+    """Return the form of entries of `head_dim` numbers: "" for plain ones, "index", "record" or "mxfp8" for 8 bits.
 
     Raises:
         InvalidInputError: the cache holds entries of no such form.
@@ -44,16 +52,17 @@ def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
     if entry_cache.dtype != torch.uint8:
         check_tensor("entry_cache", entry_cache, (*entry_cache.shape[:2], head_dim))
         return ""
-    if (size, head_dim) == (RECORD_BYTES, RECORD_DIM):
+    form = record_form(entry_cache, head_dim)
+    if form is not None:
         is_aligned = not any(number % 2 for number in (entry_cache.data_ptr(), *entry_cache.stride()[:2]))
-        expected, kind = "multiples of 2 bytes", "record"
+        expected, kind = "multiples of 2 bytes", form.kind
     elif size == head_dim + INDEX_SCALE_BYTES:
         is_aligned = not any(number % 4 for number in (entry_cache.data_ptr(), head_dim, *entry_cache.stride()[:2]))
         expected, kind = "multiples of 4 bytes", "index"
     else:
         raise InvalidInputError(
             f"entry_cache: {size} bytes an entry of {head_dim}, expected head_dim + {INDEX_SCALE_BYTES}, or "
-            f"{RECORD_BYTES} for {RECORD_DIM}"
+            f"{RECORD_BYTES} or {MXFP8_BYTES} for {RECORD_DIM}"
         )
     if not is_aligned:
         raise InvalidInputError(f"entry_cache: strides {entry_cache.stride()}, expected {expected}")
@@ -62,7 +71,7 @@ def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
 
 def entry_tensors(entry_cache: torch.Tensor, head_dim: int, kind: str) -> dict[str, torch.Tensor | None]:
     """Return the parts of a cache of entries, as the kernel takes them."""
-    if kind == "record":
+    if kind not in ("", "index"):
         codes, rope, exponents = record_parts(entry_cache)
         return {"entry_ptr": codes, "rope_ptr": rope, "scale_ptr": exponents}
     numbers, scales = index_parts(entry_cache, head_dim)
@@ -105,7 +114,7 @@ def write_pooled_entries(
             The rows of the step's tokens are written already. Overlapping pools: two values, then two gates.
         entry_cache: [num_blocks, entries of a block, size], last dimension contiguous. Plain numbers of any float
             dtype, or uint8: head_dim e4m3 codes and a float32 scale, largest magnitude / 448, as in `choose_keys`; or
-            records of 584 bytes for a head_dim of 512, see `kernels.cache.latent_cache.encode_records`.
+            records of 584 or 528 bytes for a head_dim of 512, see `kernels.cache.latent_cache.encode_records`.
         row_slots: int64 [num_tokens], block_id * block_size + offset of each token in row_cache; negative for padding.
         entry_slots: int64 [num_tokens], block_id * (entries of a block * pool_size) + offset of each token in blocks of
             entry_cache; negative for padding. Entry i of a block is of its positions i * pool_size and following.

@@ -9,8 +9,9 @@ from paged.bench.compilation.cases.case import TARGETS, TENSOR_CORES, CompileCas
 from paged.bench.compilation.cases.launches import empty, launch_case
 from paged.kernels.attention.compressed_kernel import _compressed_attention_kernel
 from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
 
-# Strides in multiples of 16; those of records are not.
+# Strides in multiples of 16; those of records of 584 bytes are not.
 _ALIGNED = ("q_token", "q_head", "out_token", "out_head")
 _ALIGNED_ROWS = ("latent_block", "latent_slot", "entry_block", "entry_slot")
 _HEAD_DIM = 512
@@ -28,8 +29,9 @@ def cases() -> list[CompileCase]:
             _case(target, 16, pool_size=4, is_chosen=True),
             _case(target, 32, pool_size=4, is_chosen=True),
             _case(target, 16, dtype="fp32", pool_size=4, is_chosen=True),
-            _case(target, 64, pool_size=128, is_record=True),
-            _case(target, 64, pool_size=4, is_chosen=True, is_record=True),
+            _case(target, 64, pool_size=128, record_bytes=RECORD_BYTES),
+            _case(target, 64, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
+            _case(target, 64, pool_size=1, is_chosen=True, record_bytes=MXFP8_BYTES),
         ]
     return compiled
 
@@ -41,7 +43,7 @@ def _case(
     dtype: str = "bf16",
     pool_size: int = 0,
     is_chosen: bool = False,
-    is_record: bool = False,
+    record_bytes: int = 0,
 ) -> CompileCase:
     """Return a decode step of one token. pool_size: 0 for a window alone."""
     options: dict[str, Any] = {
@@ -56,9 +58,9 @@ def _case(
         "return_lse": True,
     }
     words, element, size, aligned = [f"{heads} heads", dtype], dtype, _HEAD_DIM, [*_ALIGNED, *_ALIGNED_ROWS]
-    if is_record:
+    if record_bytes:
         words.append("records")
-        element, size, aligned = "u8", 584, [*_ALIGNED]
+        element, size, aligned = "u8", record_bytes, [*_ALIGNED]
     if pool_size:
         words.append(f"pools of {pool_size}")
         entries = empty(element, 4, 128 // pool_size, size)

@@ -12,7 +12,7 @@ from paged.kernels.attention.choose_keys import _index_scores_kernel, choose_key
 from paged.kernels.attention.latent_kernel import _mla_attention_kernel
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
-from paged.kernels.cache.latent_cache import RECORD_BYTES, RECORD_DIM
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES, RECORD_DIM
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 
 _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "rope_slot", "out_token", "out_head")
@@ -55,7 +55,7 @@ def index_cases() -> list[CompileCase]:
     cases = []
     for target in TARGETS:
         cases += [_index_case(target, 32), _index_case(target, 64), _index_case(target, 64, dtype="fp32")]
-        cases.append(_index_case(target, 64, pool_size=4))
+        cases += [_index_case(target, 64, pool_size=4), _index_case(target, 64, candidate_size=64)]
     return cases
 
 
@@ -91,7 +91,10 @@ def pool_cases() -> list[CompileCase]:
         cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
         cases.append(_pool_case("fp32", 4, 512, targets, entry="u8", overlaps=True, **last))
-        cases.append(_pool_case("bf16", 1, 512, targets, entry="u8", has_gates=False, **last))
+        for record_bytes in (RECORD_BYTES, MXFP8_BYTES):
+            cases.append(
+                _pool_case("bf16", 1, 512, targets, entry="u8", has_gates=False, record_bytes=record_bytes, **last)
+            )
     return cases
 
 
@@ -106,12 +109,15 @@ def _pool_case(
     is_normed: bool = False,
     rotary_dim: int = 0,
     overlaps: bool = False,
+    record_bytes: int = RECORD_BYTES,
     **options: Any,
 ) -> CompileCase:
     words = [f"write_pooled_entries {dtype} pools of {pool_size} x {head_dim}", *options]
     size = head_dim
     if entry == "u8":
-        size = RECORD_BYTES if head_dim == RECORD_DIM else head_dim + 4
+        size = record_bytes if head_dim == RECORD_DIM else head_dim + 4
+        if record_bytes != RECORD_BYTES:
+            words.append(f"records of {record_bytes}")
         words.append("native" if targets[0] in NATIVE_FP8 else "packed")
     row_size = head_dim
     if has_gates:
@@ -240,7 +246,9 @@ def _case(
     )
 
 
-def _index_case(target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 1) -> CompileCase:
+def _index_case(
+    target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 1, candidate_size: int = 0
+) -> CompileCase:
     q, weights, cache = empty(dtype, 1, heads, 128), empty("fp32", 1, heads), empty("u8", 4, _BLOCK_SIZE, 128 + 4)
     expect: dict[str, tuple[str, ...]] = {target: (TENSOR_CORES[target],)}
     if heads < 64 and target != "gfx942":
@@ -248,11 +256,14 @@ def _index_case(target: str, heads: int, *, dtype: str = "bf16", pool_size: int 
     if dtype == "fp32":
         cache = empty("fp32", 4, _BLOCK_SIZE, 128)
         expect = {}
+    words = [f"{heads} heads {dtype} pools of {pool_size}"]
+    options: dict[str, Any] = {"top_k": 1, "pool_size": pool_size}
+    if candidate_size:
+        words.append(f"candidates of {candidate_size}")
+        options |= {"candidates": empty("i32", 1, 256), "candidate_size": candidate_size}
     return launch_case(
-        f"choose_keys {heads} heads {dtype} pools of {pool_size} for {target}",
-        launch_of(
-            _index_scores_kernel, target, choose_keys, q, weights, cache, **_step(), top_k=1, pool_size=pool_size
-        ),
+        f"choose_keys {' '.join(words)} for {target}",
+        launch_of(_index_scores_kernel, target, choose_keys, q, weights, cache, **_step(), **options),
         aligned=("stride_q_token", "stride_q_head", "stride_weights_token", "stride_out_token"),
         expect=expect,
         targets=(target,),

@@ -221,6 +221,9 @@ def _numbers_of_rows(cache: torch.Tensor) -> torch.Tensor:
     if cache.dtype != torch.uint8:
         return f64(cache)
     rows = cache.cpu().contiguous()
+    if rows.shape[-1] == 528:
+        powers = 2.0 ** (rows[..., 512:].double() - 127)
+        return f64(rows[..., :512].view(torch.float8_e4m3fn)) * powers[..., torch.arange(512) // 32]
     powers = 2.0 ** (rows[..., 576:583].double() - 127)
     codes = f64(rows[..., :448].view(torch.float8_e4m3fn)) * powers[..., torch.arange(448) // 64]
     return torch.cat([codes, f64(rows[..., 448:576].contiguous().view(torch.bfloat16))], -1)
@@ -244,8 +247,11 @@ def index_scores(
     cu_seqlens_q: torch.Tensor,
     seq_lens: torch.Tensor,
     pool_size: int = 1,
+    candidates: torch.Tensor | None = None,
+    candidate_size: int = 1,
 ) -> list[torch.Tensor]:
-    """The scores of every token and the keys that it sees, in the order of `choose_keys`' formula."""
+    """The scores of every token and the keys that it sees, in the order of `choose_keys`' formula; -inf for keys that
+    are in no candidate."""
     block_size, wide = key_cache.shape[1], numbers_of_keys(key_cache, q.shape[2])
     q, weights, offsets, table = f64(q), f64(weights), cu_seqlens_q.tolist(), block_table.tolist()
     keys_of_token = [torch.zeros(0, dtype=torch.float64)] * len(q)
@@ -256,6 +262,10 @@ def index_scores(
             keys_of_token[row] = torch.tensor(
                 [float(weights[row] @ (q[row] @ key).clamp(min=0)) for key in seen], dtype=torch.float64
             )
+            if candidates is not None:
+                for key in range(end):
+                    if key // candidate_size not in candidates[row].tolist():
+                        keys_of_token[row][key] = -math.inf
     return keys_of_token
 
 

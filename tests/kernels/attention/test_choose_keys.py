@@ -21,11 +21,14 @@ module = paged.kernels.attention.choose_keys
 
 def problem(device: torch.device, **options: Any) -> dict[str, Any]:
     heads, dim, packed = options.pop("heads", 5), options.pop("dim", 32), options.pop("packed", False)
-    pool_size = options.pop("pool_size", 1)
+    pool_size, num_candidates = options.pop("pool_size", 1), options.pop("candidates", 0)
     lengths = tuple((q_len, -(-seq_len // pool_size)) for q_len, seq_len in LENGTHS)  # also keys of open pools
     given = Problem("", lengths, (heads, 1), dim, **{"block_size": 16, "padding_rows": 1, **options})
     arguments = index_problem(given, device, is_packed=packed)
     seq_lens = torch.tensor([seq_len for _, seq_len in LENGTHS], dtype=torch.int32, device=device)
+    if num_candidates:  # blocks of 5 keys, among them unseen ones and -1
+        blocks = torch.rand(len(arguments["q"]), 30, device=device).argsort(1)[:, :num_candidates] - 1
+        arguments |= {"candidates": blocks.sort().values.int(), "candidate_size": 5}
     return {**arguments, "seq_lens": seq_lens, "pool_size": pool_size}
 
 
@@ -37,11 +40,11 @@ def check(given: dict[str, Any], top_k: int) -> None:
     for row, scores in enumerate(loops.index_scores(**given)):
         chosen = found[row][found[row] >= 0].tolist()
         assert found[row].tolist() == [-1] * (found.shape[1] - len(chosen)) + sorted(chosen)
-        count = min(len(scores), found.shape[1])
+        count = min(int(scores.isfinite().sum()), found.shape[1])
         assert len(chosen) == len({*chosen}) == count
         if count:
             assert chosen[-1] < len(scores)
-            error = 64 * max(eps, 2.0**-22) * float(scores.abs().max())
+            error = 64 * max(eps, 2.0**-22) * float(scores[scores.isfinite()].abs().max())
             best = scores.sort(descending=True).values[:count]
             assert_within(scores[chosen].sort(descending=True).values, best, error)
 
@@ -51,6 +54,8 @@ def check(given: dict[str, Any], top_k: int) -> None:
     [
         {},
         {"packed": True, "heads": 16, "pool_size": 4},
+        {"candidates": 9},
+        pytest.param({"candidates": 3, "packed": True, "heads": 64, "pool_size": 2}, marks=pytest.mark.thorough),
         pytest.param({"heads": 3, "pool_size": 7, "block_size": 3}, marks=pytest.mark.thorough),
         pytest.param({"heads": 64, "dim": 128, "packed": True, "block_size": 24}, marks=pytest.mark.thorough),
         pytest.param({"heads": 2, "dim": 40, "block_size": 1}, marks=pytest.mark.thorough),
@@ -84,6 +89,9 @@ def test_no_sequences_and_no_tokens(backend: str, device: torch.device) -> None:
         ({"pool_size": 0}, "pool_size: 0"),
         ({"q": torch.zeros(17, 129, 32)}, "q: 129 heads of 32"),
         ({"weights": torch.zeros(17, 5, dtype=torch.float16)}, "weights"),
+        ({"candidates": torch.zeros(17, 2)}, "candidates: dtype"),
+        ({"candidates": torch.zeros(16, 2, dtype=torch.int32)}, "candidates: shape"),
+        ({"candidate_size": 257}, "candidate_size: 257"),
         ({"key_cache": torch.zeros(3, 16, 35, dtype=torch.uint8)}, "key_cache"),
         ({"key_cache": torch.zeros(3, 16, 40, dtype=torch.uint8)[..., 1:37]}, "multiples of 4 bytes"),
     ],
@@ -122,7 +130,9 @@ MUTATIONS = {
     ),
     "the next sequence": ("tl.minimum(low, num_seqs - 1)", "tl.minimum(low + 1, num_seqs - 1)"),
     "no scales": ("if scales_ptr is not None:\n            scores *=", "if False:\n            scores *="),
-    "the last block of keys is dropped": ("(end_key + BLOCK_N - 1) // BLOCK_N", "end_key // BLOCK_N"),
+    "the last block of keys is dropped": ("(num_columns + BLOCK_N - 1) // BLOCK_N", "num_columns // BLOCK_N"),
+    "the next candidate": ("columns // CANDIDATE_SIZE", "columns // CANDIDATE_SIZE + 1"),
+    "other keys of a candidate": ("columns % CANDIDATE_SIZE", "0"),
     "padding sees keys": ("tl.where(low < num_seqs, end_key, 0)", "end_key"),
 }
 
@@ -134,5 +144,6 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
         problems = [
             problem(device, packed=packed, heads=16, pool_size=size) for packed, size in ((False, 1), (True, 4))
         ]
+        problems.append(problem(device, candidates=9))
         is_found = any(turns_red(check, each, 12) for each in problems)
     assert is_found == (fault != "no fault")

@@ -16,6 +16,7 @@ from paged import AttentionPlan, paged_compressed_attention
 from paged.bench.cards.cards import CARDS
 from paged.bench.mla.compressed_problem import PROBLEMS, Problem, call_of, make
 from paged.kernels.attention import compressed_definition
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
 from tests.kernels.attention import loops
 from tests.kernels.faulty import exceeds_no_bound_twice, planted, turns_red
 from tests.kernels.refusals import assert_refuses
@@ -115,6 +116,8 @@ MUTATIONS = {
     "rotated numbers of splits": ("split", "_store(partial_ptrs + UNROTATED, last", "_store(partial_ptrs, last"),
     "the angles of the next position": ("all", "token, volatile=True) - 1", "token, volatile=True)"),
     "the scale of a neighbour": ("records", "scale_rows[:, None] + offs_g", "scale_rows[:, None] + (offs_g ^ 1)"),
+    "the scale of V4.1's neighbour": ("records of V4.1", "offs_g[None, :], key_mask, None, True)",
+                                      "(offs_g ^ 1)[None, :], key_mask, None, True)"),
     "rotated numbers elsewhere": ("records", "rope_rows[:, None] + (offs - (", "rope_rows[:, None] + (offs + 1 - ("),
     "the choice of another token": ("chosen", "indices_ptr + token * stride", "indices_ptr + 0 * token * stride"),
     "entries of another sequence": ("all", "seq * stride_entry_table_seq", "0 * seq * stride_entry_table_seq"),
@@ -127,7 +130,8 @@ MUTATED = (
     Problem("all", ((1, 143), (4, 90)), padding_rows=1),
     Problem("split", ((1, 1500),), heads=1, pool_size=2, entry_block_size=16),
     Problem("chosen", ((4, 90),), chosen=12),
-    Problem("records", ((1, 60),), heads=1, head_dim=512, is_record=True),
+    Problem("records", ((1, 60),), heads=1, head_dim=512, record_bytes=RECORD_BYTES),
+    Problem("records of V4.1", ((1, 60),), heads=1, head_dim=512, record_bytes=MXFP8_BYTES),
 )
 
 

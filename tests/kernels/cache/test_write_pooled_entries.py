@@ -85,8 +85,9 @@ def test_the_definition_is_the_rule(form: str) -> None:
         {"pool": 3, "has_gates": False, "is_normed": True, "rotary_dim": 8},
         {"pool": 24, **RECORDS},
         {"pool": 4, "overlaps": True, **RECORDS},
+        {"pool": 2, **RECORDS, "record_bytes": latent_cache.MXFP8_BYTES},
     ],
-    ids=["keys", "means", "records", "overlapping"],
+    ids=["keys", "means", "records", "overlapping", "V4.1"],
 )
 def test_every_implementation_agrees(
     dtype: torch.dtype, options: dict[str, Any], backend: str, device: torch.device
@@ -95,20 +96,22 @@ def test_every_implementation_agrees(
         assert result.first_wrong() is None
 
 
-def test_records_are_their_numbers() -> None:
-    """Group by group, as the published format has it."""
+@pytest.mark.parametrize(("num_bytes", "num_codes", "size"), [(584, 448, 64), (528, 512, 32)])
+def test_records_are_their_numbers(num_bytes: int, num_codes: int, size: int) -> None:
+    """Group by group, as the published formats have it."""
     rows = torch.randn(5, 512) * torch.logspace(-20, 15, 5)[:, None]
     rows[1, 64:128] = 0
     rows[2, 192] = torch.inf
     rows[3, :64] = 448 * 2.0**-3  # its scale is a power of two already
-    records = latent_cache.encode_records(rows)
+    records = latent_cache.encode_records(rows, num_bytes)
+    first_exponent = 512 + 512 - num_codes
     decoded = latent_cache.decode_records(records)
     for row, record, numbers in zip(rows, records, decoded, strict=True):
-        assert torch.equal(record[448:576].view(torch.bfloat16), row[448:].bfloat16())
-        assert torch.equal(numbers[448:], row[448:].bfloat16().float())
-        for group in range(7):
-            members = slice(64 * group, 64 * group + 64)
-            exponent, largest = int(record[576 + group]), row[members].abs().max()
+        assert torch.equal(record[num_codes:first_exponent].view(torch.bfloat16), row[num_codes:].bfloat16())
+        assert torch.equal(numbers[num_codes:], row[num_codes:].bfloat16().float())
+        for group in range(num_codes // size):
+            members = slice(size * group, size * group + size)
+            exponent, largest = int(record[first_exponent + group]), row[members].abs().max()
             if not largest.isfinite():
                 assert exponent == 255
                 assert numbers[members].isnan().all()
