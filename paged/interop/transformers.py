@@ -5,7 +5,8 @@
     model.set_experts_implementation("paged_triton")
     model.generate_batch(...)
 
-Continuous batching keeps K and V in transformers' own pages. Layers with full attention read them in place.
+Continuous batching keeps K and V in transformers' own pages. Layers with full attention read them in place. Models
+with layers that transformers does not batch run in an engine of this package, see `transformers_batches`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.utils import generic
 
 from paged.errors import UnsupportedError
 from paged.interop.flash_attention import flash_attn_varlen_func
+from paged.interop.transformers_batches import generate_batch, is_hybrid
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
@@ -38,6 +40,10 @@ _ASKING: tuple[Any, ...] = (cache, continuous_api, initialization)
 # The cache's own method. In transformers 5.24 models call it before the attention function; in 5.23 the attention
 # function calls it.
 _UPDATE = cache.PagedAttentionCache.update
+# Arguments of some models' attention that change its result: chosen keys (`indices`, `block_indices`), sinks with
+# values, and a table of blocks for new keys.
+_REFUSED = ("indices", "block_indices", "sinks", "block_table")
+_GENERATE_BATCH = continuous_api.ContinuousMixin.generate_batch
 # Constants of gpt-oss's gate in "swiglu_oai" of `fused_moe`.
 _CLAMPED = {"limit": 7.0, "alpha": 1.702}
 
@@ -60,6 +66,7 @@ def register() -> None:
     for module in _ASKING:
         module.is_flash_attention_requested = _needs_no_mask
     cache.PagedAttentionCache.update = _update_or_pass_on  # type: ignore[method-assign]
+    continuous_api.ContinuousMixin.generate_batch = _generate_batch  # type: ignore[method-assign]
 
 
 def _needs_no_mask(
@@ -83,6 +90,13 @@ def _update_or_pass_on(
         return _UPDATE(self, key_states, value_states, layer_idx, kwargs)  # type: ignore[no-any-return]
     kwargs["cache"] = self
     return key_states, value_states
+
+
+def _generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replacement of `generate_batch`: a hybrid model with `paged_triton` runs in an engine of this package."""
+    if self.config._attn_implementation == NAME and is_hybrid(self.config):
+        return generate_batch(self, *args, **kwargs)
+    return _GENERATE_BATCH(self, *args, **kwargs)
 
 
 class PagedTritonAttention:
@@ -122,12 +136,14 @@ class PagedTritonAttention:
             Attention [1, num_tokens, num_q_heads, the values' head_dim], and None in place of attention weights.
 
             Raises:
-                UnsupportedError: there is no paged cache, or there is a mask, a position bias, dropout, a block table
-                    for new keys, or a head size that differs from the cache's.
+                UnsupportedError: there is no paged cache, or there is a mask, a position bias, dropout, another
+                    argument of `_REFUSED`, or a head size that differs from the cache's.
         """
-        paged_cache, table = kwargs.get("cache"), kwargs.get("block_table")
+        paged_cache = kwargs.get("cache")
         refused = {"attention_mask": attention_mask, "position_bias": position_bias, "dropout": dropout or None}
-        for name, argument in {**refused, "block_table": table}.items():
+        for name in _REFUSED:
+            refused[name] = kwargs.get(name)
+        for name, argument in refused.items():
             if argument is not None:
                 raise UnsupportedError(f"{name}: {NAME} does not take it")
         if paged_cache is None:

@@ -93,9 +93,13 @@ class RolloutFunction:
 
 def model_weights(trainer: Any) -> Any:
     """Return (checkpoint name, weight) pairs of a trainer's transformers model, with weights gathered here."""
+    return checkpoint_weights(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def checkpoint_weights(model: Any) -> Any:
+    """Return (checkpoint name, weight) pairs of a transformers model, whose weights are all in this process."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    model = trainer.accelerator.unwrap_model(trainer.model)
     tied = model.all_tied_weights_keys
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     return revert_weight_conversion(model, tensors).items()

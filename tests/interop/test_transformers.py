@@ -98,6 +98,37 @@ def test_generate_batch_gives_the_same_tokens(
     assert (calls["fused_moe"] > 0) == has_experts
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])
+def test_hybrid_models_are_batched_with_the_weights_they_have(
+    family: str, interop: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers refuses their layers; its `generate`, a prompt at a time, gives the expected tokens."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    model = _model(family, CPU)
+    greedy = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(max_batch_tokens=32, return_logprobs=True)
+    options = {"generation_config": greedy, "continuous_batching_config": batching}
+    for _ in range(2):
+        expected = []
+        for prompt in PROMPTS:
+            expected.append(model.generate(torch.tensor([prompt]), generation_config=greedy)[0, len(prompt) :].tolist())
+        attention = model.config._attn_implementation
+        model.set_attn_implementation(interop.NAME)
+        results = model.generate_batch(PROMPTS, **options)
+        assert list(results) == [f"req_{index}" for index in range(len(PROMPTS))]
+        assert [result.generated_tokens for result in results.values()] == expected
+        assert all(len(result.logprobs) == 6 and max(result.logprobs) <= 0 for result in results.values())
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.copy_(model.get_input_embeddings().weight.flip(0))
+    model.set_attn_implementation(interop.NAME)
+    with pytest.raises(UnsupportedError, match="num_beams"):
+        model.generate_batch(PROMPTS, generation_config=GenerationConfig(num_beams=2))
+
+
 @pytest.mark.thorough  # 6 s
 def test_implementations_of_transformers_keep_their_cache(interop: Any) -> None:
     """As before `register`, also with layers that have a window, and after the same model ran on `paged_triton`."""
@@ -168,7 +199,11 @@ def test_other_experts_are_refused_by_name(family: str, name: str, value: Any, i
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("attention_mask", torch.ones(1)), ("position_bias", torch.ones(1)), ("dropout", 0.1), ("cache", None)],
+    [
+        *((name, torch.ones(1)) for name in ("attention_mask", "position_bias", "indices", "block_indices", "sinks")),
+        ("dropout", 0.1),
+        ("cache", None),
+    ],
 )
 def test_other_attention_arguments_are_refused_by_name(name: str, value: Any, interop: Any) -> None:
     arguments = {"attention_mask": None, "cache": object(), name: value}
