@@ -93,6 +93,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.cache.write_pooled_entries": ("write_pooled_entries",),
     "paged.kernels.quantization.quantized_linear": ("quantized_linear",),
     "paged.kernels.quantization.weight": ("QuantizedWeight",),
+    "paged.kernels.layers.gate_streams": ("gate_streams",),
     "paged.kernels.layers.mix_streams": ("mix_streams",),
     "paged.kernels.layers.rms_norm": ("fused_add_rms_norm", "rms_norm"),
     "paged.kernels.layers.rotary_embedding": ("rotary_embedding",),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from paged.bench.bounds.first_order import (
     ELEMENTARY,
     LAMBDA,
     LARGEST_EXPONENT,
+    SLOPE,
     TINY,
     Defined,
     U,
     gamma,
+    independent,
     rounding,
     unit,
 )
@@ -97,6 +100,63 @@ def gated_norm(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     return {"out": rounding(out, x.dtype) + relative * out.abs() + TINY * gates.clamp(min=1) * largest}
 
 
+def _flips(dtype: torch.dtype, rounded: torch.Tensor) -> torch.Tensor:
+    """Return the change of a joined number next to a tie, which may round to its other neighbour.
+
+    Fewer than 1 of 1,024 numbers do so, or a single one.
+    """
+    return 2 * max(unit(dtype), U) * rounded.abs()
+
+
+def _flipped(flips: torch.Tensor) -> torch.Tensor:
+    """Return the error of sums over the last axis whose terms change by `flips`, see `_flips`."""
+    return flips.amax(-1) + LAMBDA * (flips.square().sum(-1) / 1024).sqrt()
+
+
+def gated_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    """Follow the errors of normalised streams through both products to the gates, and to the next gains."""
+    names = ("streams", "output", "gains", "norm_weight", "down", "up")
+    streams, output, gains, norm_weight, down, up = (arguments[name] for name in names)
+    _, count, size = streams.shape
+    dtype, rank = streams.dtype, up.shape[1]
+    down, up = down.double(), up.double()
+    if output is not None:
+        output, gains = output.double().abs(), gains.abs()
+    sizes = join_streams(streams.double().abs(), output, gains)
+    rounded = want["joined"].to(dtype).double()
+    root = (rounded.square().mean(-1, keepdim=True) + arguments.get("eps", 1e-6)).rsqrt()  # [T, N, 1]
+    scales = root * norm_weight.double().view(count, size)  # [T, N, size]
+    normed, flips = rounded * scales, _flips(dtype, rounded) * scales.abs()
+    wide, operand = normed.flatten(1), (normed.abs() * unit(dtype)).flatten(1)
+
+    # Products with `down`, [T, rank + N]; a library rounds them, and their part of N, to the dtype.
+    magnitude = wide.abs() @ down.abs().T
+    sums = wide @ down.T / count
+    error = independent(operand @ down.abs().T, operand.square() @ down.square().T)
+    error += (gamma(count * size) + norm_error(size)) * magnitude
+    error += _flipped(flips.flatten(1)[:, None] * down.abs())
+    error = error / count + 2 * rounding(sums, dtype) + 4 * U * sums.abs()
+
+    # Inner numbers, and the logits of the gates.
+    inner = functional.silu(sums[:, :rank])
+    inner_error = SLOPE * error[:, :rank] + rounding(inner, dtype) + 2 * ELEMENTARY * inner.abs()
+    logits = inner @ up.T  # [T, N * size]
+    delta = independent(inner_error @ up.abs().T, inner_error.square() @ up.square().T)
+    delta += gamma(rank) * (inner.abs() @ up.abs().T) + rounding(logits, dtype)
+    gates = logits.sigmoid()
+    gate_error = gates * (1 - gates) * delta + 2 * ELEMENTARY * gates
+    gates, gate_error = gates.view_as(normed), gate_error.view_as(normed)
+    normed_error = flips + rounding(normed, dtype) + norm_error(size) * normed.abs()
+    x_error = (gate_error * normed.abs() + gates * normed_error + gamma(count) * gates * normed.abs()).mean(1)
+    sigmoids = sums[:, rank:].sigmoid()
+    gains_error = 2 * sigmoids * (1 - sigmoids) * error[:, rank:] + 4 * ELEMENTARY * sigmoids
+    return {
+        "x": rounding(want["x"], dtype) + x_error,
+        "joined": rounding(want["joined"], dtype) + gamma(2) * sizes,
+        "next_gains": gains_error,
+    }
+
+
 def mixed_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     """Return the errors of weights that sums over all streams make, and of the input and the joins that they make."""
     names = ("streams", "output", "joins", "fn", "base", "scale", "norm_weight")
@@ -108,14 +168,12 @@ def mixed_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors
     sizes = join_streams(streams.double().abs(), output, joins)  # [num_tokens, count, size]
     rounded = want["joined"].to(streams.dtype).double()
     joined_error = gamma(count + 1) * sizes
-    # A joined number next to a tie rounds to its other neighbour: fewer than 1 of 1,024 numbers, or a single one.
-    flip = 2 * max(unit(streams.dtype), U) * rounded.abs()
+    flip = _flips(streams.dtype, rounded)
 
     # Logits, [num_tokens, num_weights].
     terms = rounded.flatten(1)[:, None] * fn.double()  # [num_tokens, num_weights, count * size]
     flips = flip.flatten(1)[:, None] * fn.double().abs()
-    sums = gamma(count * size) * terms.abs().sum(-1) + flips.amax(-1)
-    sums = sums + LAMBDA * (flips.square().sum(-1) / 1024).sqrt()
+    sums = gamma(count * size) * terms.abs().sum(-1) + _flipped(flips)
     logits = stream_logits(rounded, fn, base, scale, norm_eps)
     root = (rounded.flatten(1).square().mean(-1, keepdim=True) + norm_eps).rsqrt()
     sections = torch.tensor([count, count, count * count][: len(scale)])

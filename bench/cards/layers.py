@@ -8,13 +8,15 @@ from functools import partial
 import torch
 
 from paged.bench.bounds import layers as bounds
-from paged.bench.cards.card import Card, Edge, Row, defined, named, same, whole
+from paged.bench.cards.card import Card, Edge, Row, defined, moved, named, same, whole
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases.case import CompileCase
 from paged.bench.compilation.cases.launches import DTYPES, empty, launch_case, launches_of, single_case
+from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors
 from paged.kernels.layers import definition
 from paged.kernels.layers.activation import ACTIVATIONS
+from paged.kernels.layers.gate_streams import gate_streams
 from paged.kernels.layers.mix_streams import mix_streams
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
@@ -215,7 +217,88 @@ def _stream_cases() -> list[CompileCase]:
     return cases
 
 
+def _gated_streams(
+    draw: Draw, *, tokens: int, count: int, size: int, rank: int, has_output: bool = True, is_last: bool = False
+) -> Arguments:
+    """Return streams that a part's output joins, and low-rank weights. is_last: whether no part follows."""
+    output, gains = None, None
+    if has_output:
+        output, gains = draw.normal(tokens, size), 2 * draw.floats(tokens, count).sigmoid()
+    num_weights = rank
+    if not is_last:
+        num_weights += count
+    # Numbers behind the first product are near 1, as behind the second.
+    return {
+        "streams": draw.normal(tokens, count, size),
+        "output": output,
+        "gains": gains,
+        "norm_weight": draw.normal(count * size),
+        "down": draw.normal(num_weights, count * size) * (count / size) ** 0.5,
+        "up": draw.normal(count * size, rank) * rank**-0.5,
+    }
+
+
+def _gated_streams_cost(card: Card, arguments: Arguments) -> Cost:
+    """Count both products, and every argument and result once: at decode the two weights are most of the bytes."""
+    down, up = arguments["down"], arguments["up"]
+    products = 2 * len(arguments["streams"]) * (down.numel() + up.numel())
+    return Cost(products, moved(card, arguments).num_bytes)
+
+
+def _odd_gated_streams(draw: Draw) -> Iterator[Arguments]:
+    """Return a first site, whose streams are one tensor; the last mix; splits and tiles that are not full."""
+    first = _gated_streams(draw, tokens=3, count=3, size=130, rank=12, has_output=False)
+    yield first | {"streams": draw.normal(3, 130)[:, None].expand(-1, 3, -1), "eps": 1e-3}
+    yield _gated_streams(draw, tokens=17, count=4, size=300, rank=70, is_last=True)
+    yield _gated_streams(draw, tokens=65, count=2, size=40, rank=8) | {"eps": 0.1}
+
+
+def _gated_stream_cases() -> list[CompileCase]:
+    """Return sites of Qwen4-Exp: between two parts, before the first one in float32, and behind the last one."""
+    cases = []
+    for dtype, has_output, is_last in (("bf16", True, False), ("fp32", False, False), ("bf16", True, True)):
+        draw = Draw(torch.device("cpu"), DTYPES[dtype])
+        sizes = {"tokens": COMPILED_TOKENS, "count": 4, "size": 2048, "rank": 320}
+        arguments = _gated_streams(draw, **sizes, has_output=has_output, is_last=is_last)
+        parts = ["join", "add", "gate"]
+        if is_last:
+            parts.remove("gate")  # the third launch is the same at every site
+        launches = launches_of("sm_90", gate_streams, **arguments)
+        name = f"gate_streams {dtype}"
+        if not has_output:
+            name += " first"
+        if is_last:
+            name += " last"
+        cases += [launch_case(f"{name} {part}", launch) for part, launch in zip(parts, launches, strict=False)]
+    return cases
+
+
 CARDS = (
+    Card(
+        "gate_streams",
+        _gated_streams,
+        defined(definition.gate_streams, "x", "joined", "next_gains"),
+        named("x", "joined", "next_gains"),
+        errors=bounds.gated_streams,
+        cost=_gated_streams_cost,
+        rows=(
+            Row({"tokens": (64, 16, 5), "count": same(4), "size": (2048, 512, 512), "rank": (320, 80, 80)}),
+            Row(
+                {"tokens": (1024, 80, 65), "count": same(4), "size": (2048, 256, 64), "rank": (320, 40, 24)},
+                variant="prefill",
+            ),
+        ),
+        edges=(Edge("odd sites", _odd_gated_streams),),
+        odd={
+            "tokens": _ODD_TOKENS,
+            "count": (1, 8, 3),
+            "size": (1, 300, 24),
+            "rank": (1, 70, 8),
+            "has_output": (False, True),
+            "is_last": (True, False),
+        },
+        compiled=_gated_stream_cases,
+    ),
     Card(
         "mix_streams",
         _streams,

@@ -120,8 +120,9 @@ def stream_logits(
     """Return the logits of `mix_streams`, [num_tokens, num_weights]: scale * fn (streams / rms(streams)) + base."""
     wide, count = streams.to(compute).flatten(1), streams.shape[1]
     root = (wide.square().mean(-1, keepdim=True) + norm_eps).rsqrt()  # [num_tokens, 1]
+    # Columns of each factor. The sum of the counts is known, so that steps on a CPU can be recorded.
     sections = [count, count, count * count][: len(scale)]
-    factors = scale.to(compute).repeat_interleave(torch.tensor(sections, device=scale.device))
+    factors = torch.cat([scale[kind : kind + 1].expand(size) for kind, size in enumerate(sections)]).to(compute)
     return (wide @ fn.to(compute).T) * root * factors + base.to(compute)
 
 
@@ -165,3 +166,26 @@ def mix_streams(
         shares = shares / (shares.sum(-1, keepdim=True) + eps)
         shares = shares / (shares.sum(-2, keepdim=True) + eps)
     return x, joined, torch.cat([*next_joins, gains, shares.flatten(1)], -1)
+
+
+def gate_streams(
+    streams: torch.Tensor,
+    output: torch.Tensor | None,
+    gains: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    eps: float = 1e-6,
+    compute: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the next part's input, the new streams, and the next gains; see the operation `gate_streams`.
+
+    The new streams are returned unrounded. Everything else is made of them as rounded to their dtype.
+    """
+    count, rank = streams.shape[1], up.shape[1]
+    joined = join_streams(streams, output, gains, compute=compute)
+    normed = rms_norm(joined.to(streams.dtype), norm_weight.view(count, -1), eps, compute=compute)  # [T, N, size]
+    sums = normed.flatten(1) @ down.to(compute).T / count  # [T, rank + N]
+    gates = (functional.silu(sums[:, :rank]) @ up.to(compute).T).sigmoid()  # [T, N * size]
+    return (gates.view_as(normed) * normed).mean(1), joined, 2 * sums[:, rank:].sigmoid()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from paged.models.families.network import DecoderLayer, rows_of
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm
-from paged.models.layers.hyper_connection import GatedMix, GatedResidual, HyperConnection
+from paged.models.layers.hyper_connection import GatedResidual, HyperConnection, OpenStreams
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -31,51 +33,54 @@ class StreamsLayer(DecoderLayer):
     def forward(
         self,
         hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        residual: Any,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
         token_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the layer as `DecoderLayer.forward`; residual: the streams, or None in the first layer.
+    ) -> tuple[torch.Tensor, Any]:
+        """Run the layer as `DecoderLayer.forward`; residual: `OpenStreams`, or None in the first layer.
 
-        The returned hidden states are part of the streams already.
+        The next layer, or the final norm, joins the returned hidden states in the launch that also mixes the streams.
 
         token_ids: [T], if they choose the layer's experts.
         """
-        streams = residual
-        if streams is None:
-            streams = self.begin(hidden)
+        before: OpenStreams | None = residual
+        output: torch.Tensor | None = hidden
+        if before is None:
+            before = self.begin(hidden)
+        if before.joins is None:
+            output = None
 
         # Attention, or the recurrent part.
-        mixed, streams = self.attention_streams(streams, self.before_attention)
-        attended = self.attend(mixed.x, positions, metadata, outputs)
+        x, streams = self.attention_streams(before, self.before_attention, output)
+        attended = self.attend(x, positions, metadata, outputs)
         if self.ranks.size > 1:
             attended = self.ranks.sum(attended)
         lora = metadata.lora
         if outputs is not None:
-            streams, mixed, lora = streams[outputs.rows], mixed.rows(outputs.rows), outputs.lora
+            streams, lora = streams.rows(outputs.rows), outputs.lora
 
         # The MLP, or experts.
-        mixed, streams = self.mlp_streams(streams, self.before_mlp, attended, mixed)
+        x, streams = self.mlp_streams(streams, self.before_mlp, attended)
         ffn = getattr(self, self.mlp_name)
         if token_ids is None:
-            hidden = ffn(mixed.x, lora)
+            hidden = ffn(x, lora)
         else:
-            hidden = ffn(mixed.x, lora, token_ids=rows_of(token_ids, outputs))
+            hidden = ffn(x, lora, token_ids=rows_of(token_ids, outputs))
         if self.ranks.size > 1:
             hidden = self.ranks.sum(hidden)
-        return hidden, mixed.join(hidden, streams)
+        return hidden, streams
 
-    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+    def begin(self, hidden: torch.Tensor) -> OpenStreams:
         """Return the streams before the first layer, which are all the embedded tokens."""
-        return hidden[:, None].expand(-1, self.num_streams, -1)
+        return OpenStreams(hidden[:, None].expand(-1, self.num_streams, -1))
 
     @staticmethod
-    def stream(hidden: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return a copy of all streams, which contain `hidden` already."""
-        assert residual is not None
-        return residual.clone()
+    def stream(hidden: torch.Tensor, residual: Any) -> torch.Tensor:
+        """Return the streams, [T, N, hidden_size], that `hidden` has joined."""
+        closed: torch.Tensor = residual.closed(hidden)
+        return closed
 
     def destinations(self, prefix: str) -> Destinations:
         streams = self.attention_streams.destinations(prefix) | self.mlp_streams.destinations(prefix)
@@ -92,14 +97,14 @@ class StreamsNorm(RmsNorm):
         if config.streams.has_head:
             self.head = HyperConnection(config, config.streams, "hc_head", is_head=True)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normed, residual). residual: [T, N, hidden_size], which contains x already."""
-        assert residual is not None
+    def forward(self, x: torch.Tensor, residual: Any = None) -> tuple[torch.Tensor, Any]:
+        """Return (normed, streams). residual: `OpenStreams`, which x joins."""
         if self.head is not None:
-            mixed, _ = self.head(residual, self)
-            return mixed.x, residual
-        normed, _ = super().forward(residual.mean(1))
-        return normed, residual
+            normed, streams = self.head(residual, self, x)
+            return normed, streams.streams
+        joined = residual.closed(x)
+        normed, _ = super().forward(joined.mean(1))
+        return normed, joined
 
     def destinations(self, prefix: str) -> Destinations:
         destinations = super().destinations(prefix)
@@ -108,11 +113,13 @@ class StreamsNorm(RmsNorm):
         return destinations
 
 
-class StreamsMix(GatedMix):
+class StreamsMix(GatedResidual):
     """The final mix of all streams, which contains their norm."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (mixed, residual). residual: [T, N, hidden_size], which contains x already."""
-        assert residual is not None
-        mixed, _ = self.mix(residual)
-        return mixed, residual
+    def __init__(self, config: DecoderConfig, sizes: GatedStreamsConfig) -> None:
+        super().__init__(config, sizes, is_last=True)
+
+    def forward(self, x: torch.Tensor, residual: Any = None) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
+        """Return (mixed, streams), as `StreamsNorm.forward`."""
+        mixed, streams = super().forward(residual, None, x)
+        return mixed, streams.streams

@@ -18,6 +18,7 @@ from paged.models.families.network import Network
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, GatedStreamsConfig
 from paged.models.layers.decoder import RmsNorm
 from paged.models.layers.decoder_config import count_layers, decoder_config, for_kind, read_head_dim
+from paged.models.layers.hyper_connection import OpenStreams
 from paged.models.layers.ngrams import NgramLayer
 from paged.models.layers.recurrent_config import NgramConfig
 from paged.models.layers.rope import RopeConfig
@@ -56,19 +57,18 @@ class _Qwen4Layer(StreamsLayer):
     def forward(
         self,
         hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        residual: Any,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
         input_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Any]:
         """Run the layer as `StreamsLayer.forward`. input_ids: the step's token ids, [T]."""
         if self.ple is not None:
             assert input_ids is not None
             assert metadata.recurrent is not None
-            if residual is None:
-                residual = self.begin(hidden)
-            residual = self.ple(residual, input_ids, metadata.recurrent)
+            before: OpenStreams = self.begin(hidden) if residual is None else residual
+            residual = OpenStreams(self.ple(before.closed(hidden), input_ids, metadata.recurrent))
         return super().forward(hidden, residual, positions, metadata, outputs)
 
     def set_states(self, kv_manager: PagedKvCacheManager, index: int, num_layers: int) -> None:

@@ -12,6 +12,7 @@ from paged.models.families.network import Network, quantize
 from paged.models.layers.config import DecoderConfig, StreamsConfig
 from paged.models.layers.decoder import Linear, stream_norm
 from paged.models.layers.draft_head import DraftHead
+from paged.models.layers.hyper_connection import OpenStreams
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -54,7 +55,7 @@ class StreamsDraftHead(DraftHead):
         rows = features.view(len(features) * self.num_streams, -1)
         streams = self.hidden_proj(self.hidden_norm(rows)[0]).view(len(features), self.num_streams, -1)
         streams = streams + tokens[:, None]  # [T, N, hidden_size]
-        hidden, residual = self.layer(tokens, streams, metadata.positions, metadata, outputs)
+        hidden, residual = self.layer(tokens, OpenStreams(streams), metadata.positions, metadata, outputs)
         normed, streams = self.norm(hidden, residual)
         return normed, streams.flatten(1)
 

@@ -6,34 +6,36 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.definition import join_streams
+from paged.kernels.layers.gate_streams import gate_streams
 from paged.kernels.layers.mix_streams import mix_streams
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
 
 
-class Mixed(NamedTuple):
-    """The input of a layer's part, and how its output joins N streams.
+class OpenStreams(NamedTuple):
+    """N residual streams, and how the output of the part that runs joins them.
 
     Attributes:
-        x: the input after its norm, [T, hidden_size].
-        joins: gains of the output and shares of the streams, see `mix_streams`.
+        streams: [T, N, hidden_size].
+        joins: gains of the output and shares of the streams, see `mix_streams`; None if no part runs.
     """
 
-    x: torch.Tensor
-    joins: torch.Tensor
+    streams: torch.Tensor
+    joins: torch.Tensor | None = None
 
-    def rows(self, rows: torch.Tensor) -> Mixed:
-        """Return these rows of all tensors."""
-        return Mixed(self.x[rows], self.joins[rows])
+    def rows(self, rows: torch.Tensor) -> OpenStreams:
+        """Return these rows of both tensors."""
+        assert self.joins is not None
+        return OpenStreams(self.streams[rows], self.joins[rows])
 
-    def join(self, output: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
-        """Return the new streams, [T, N, hidden_size]. output: [T, hidden_size]."""
-        return join_streams(streams, output, self.joins, compute=torch.float32).to(streams.dtype)
+    def closed(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the new streams, [T, N, hidden_size]. output: the part's, [T, hidden_size]."""
+        joined = join_streams(self.streams, output, self.joins, compute=torch.float32)
+        return joined.to(self.streams.dtype)
 
 
 class HyperConnection(nn.Module):
@@ -65,24 +67,18 @@ class HyperConnection(nn.Module):
         self.float()
 
     def forward(
-        self,
-        streams: torch.Tensor,
-        norm: RmsNorm | None,
-        output: torch.Tensor | None = None,
-        before: Mixed | None = None,
-    ) -> tuple[Mixed, torch.Tensor]:
-        """Return the input of the next part and the streams, [T, N, hidden_size], which `output` has joined.
+        self, before: OpenStreams, norm: RmsNorm | None, output: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, OpenStreams]:
+        """Return the input of the next part, [T, hidden_size], and the streams, which `output` has joined.
 
-        norm: of the input. output: of the part whose input was `before`, [T, hidden_size].
+        norm: of the input. output: of the part before, [T, hidden_size]; None if no part runs.
         """
         assert norm is not None
-        operation, joins = self.mix, None
-        if before is not None:
-            operation, joins = self.join_and_mix, before.joins
-        x, joined, next_joins = operation(
-            streams,
+        operation = self.mix if output is None else self.join_and_mix
+        x, joined, joins = operation(
+            before.streams,
             output,
-            joins,
+            before.joins,
             self.fn,
             self.base,
             self.scale,
@@ -92,7 +88,7 @@ class HyperConnection(nn.Module):
             magnitude=self.magnitude,
             num_iterations=self.num_iterations,
         )
-        return Mixed(x, next_joins), joined
+        return x, OpenStreams(joined, joins)
 
     def destinations(self, parent: str) -> Destinations:
         """Return the three tensors; parent: name of the module that has them."""
@@ -112,62 +108,46 @@ class StreamsRmsNorm(RmsNorm):
         return (wide * self.weight.view(x.shape[1:])).to(x.dtype), x
 
 
-class GatedMix(nn.Module):
-    """The mean of normalised streams, each channel times a gate that low-rank projections of all streams make.
+class GatedResidual(nn.Module):
+    """Streams to a part's input by `gate_streams`. Checkpoints never pack these weights.
 
-    From Qwen4-Exp (Qwen, 2026): x = mean_i(sigmoid(up silu(down n / N))_i * n_i), where n are the N streams after their
-    norm. Checkpoints never pack these weights.
-
-    name: name of the module in a checkpoint; empty if `destinations` is given the module's own name.
+    name: name of the module in a checkpoint; empty if `destinations` is given the module's own name. is_last: whether
+    no part follows.
     """
 
-    def __init__(self, config: DecoderConfig, sizes: GatedStreamsConfig, name: str = "") -> None:
+    def __init__(
+        self, config: DecoderConfig, sizes: GatedStreamsConfig, name: str = "", *, is_last: bool = False
+    ) -> None:
         super().__init__()
-        self.name, self.count = name, sizes.count
-        wide = sizes.count * config.hidden_size
+        self.name, self.rank = name, sizes.rank
+        wide, num_weights = sizes.count * config.hidden_size, sizes.rank
+        if not is_last:
+            num_weights += sizes.count  # the rows that make gains of the part's output
         self.norm = StreamsRmsNorm(config, sizes.count)
-        self.down = empty_parameter(sizes.rank, wide)
+        self.down = empty_parameter(num_weights, wide)
         self.up = empty_parameter(wide, sizes.rank)
+        # Two operations, as in `HyperConnection`.
+        self.gate, self.join_and_gate = Bound(gate_streams), Bound(gate_streams)
 
-    def mix(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (x [T, hidden_size], normalised streams [T, N * hidden_size]). streams: [T, N, hidden_size]."""
-        normed, _ = self.norm(streams)  # [T, N, hidden_size]
-        wide = normed.flatten(1)  # [T, N * hidden_size]
-        inner = functional.silu(functional.linear(wide, self.down) / self.count)  # [T, rank]
-        gates = functional.linear(inner, self.up).sigmoid()  # [T, N * hidden_size]
-        return (gates.view_as(normed) * normed).mean(1), wide
+    def forward(
+        self, before: OpenStreams, norm: RmsNorm | None, output: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, OpenStreams]:
+        """Return the input of the next part and the streams, as `HyperConnection.forward`. norm: None."""
+        operation = self.gate if output is None else self.join_and_gate
+        streams, gains = before
+        x, joined, next_gains = operation(
+            streams, output, gains, self.norm.weight, self.down, self.up, eps=self.norm.eps
+        )
+        return x, OpenStreams(joined, next_gains)
 
     def destinations(self, prefix: str) -> Destinations:
         """Return the tensors; prefix: name of the module's parent."""
         path = ".".join(filter(None, (prefix, self.name)))
-        return {
+        destinations = {
             **self.norm.destinations(f"{path}.hc_norm"),
-            f"{path}.input_mix_weight_down.weight": self.down,
+            f"{path}.input_mix_weight_down.weight": self.down[: self.rank],
             f"{path}.input_mix_weight_up.weight": self.up,
         }
-
-
-class GatedResidual(GatedMix):
-    """The gated residual of Qwen4-Exp: each stream gets the output times 2 sigmoid(w_i n / N), and stays besides."""
-
-    def __init__(self, config: DecoderConfig, sizes: GatedStreamsConfig, name: str) -> None:
-        super().__init__(config, sizes, name)
-        self.inject = empty_parameter(sizes.count, sizes.count * config.hidden_size)
-
-    def forward(
-        self,
-        streams: torch.Tensor,
-        norm: RmsNorm | None,
-        output: torch.Tensor | None = None,
-        before: Mixed | None = None,
-    ) -> tuple[Mixed, torch.Tensor]:
-        """Return the input of the next part and the streams, as `HyperConnection.forward`. norm: None."""
-        if output is not None and before is not None:
-            streams = before.join(output, streams)
-        x, wide = self.mix(streams)
-        gains = 2 * (functional.linear(wide, self.inject) / self.count).sigmoid()  # [T, N]
-        return Mixed(x, gains.float()), streams
-
-    def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        return destinations | {f"{prefix}.{self.name}.block_inject_weight.weight": self.inject}
+        if len(self.down) > self.rank:
+            destinations[f"{path}.block_inject_weight.weight"] = self.down[self.rank :]
+        return destinations
