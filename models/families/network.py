@@ -42,6 +42,7 @@ from paged.models.layers.recurrent_config import (
 from paged.models.layers.rope import RopeConfig, rope_table
 from paged.models.layers.rwkv7 import Rwkv7TimeMix
 from paged.models.layers.share_bound import share_bound
+from paged.models.layers.shared_entries import SharedEntriesAttention
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Destinations, PackedModule, Track, untracked
@@ -121,6 +122,8 @@ class DecoderLayer(nn.Module):
         if layer.latent is not None:
             return self.latent_class(config, index)
         if layer.compressed is not None:
+            if layer.compressed.sharing is not None:
+                return SharedEntriesAttention(config, index)
             return CompressedAttention(config, index)
         if layer.shares_kv_with is not None:
             return SharedKvAttention(config, index)

@@ -19,7 +19,7 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention import HeldCaches
-from paged.models.layers.compressed_cache import entries_layer, entry_indices, open_layer
+from paged.models.layers.compressed_cache import entries_layer, entries_source, entry_indices, open_layer
 from paged.models.layers.config import AttentionConfig, CompressedConfig, DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.latent_attention import UpProjection
@@ -91,8 +91,13 @@ class Pool(nn.Module):
 class EntryIndexer(nn.Module):
     """The lightning indexer over compressed keys: small heads that score every entry of a query.
 
+    pool: the keys that the layer pools itself; None if they are projections of entries.
+
     Shapes: R rows, H heads of D numbers, as in `IndexConfig`.
     """
+
+    key_cache: torch.Tensor  # [num_blocks, entries of a block, D], or its form of 8 bits
+    cos_sin_cache: torch.Tensor
 
     def __init__(self, hidden_size: int, sizes: CompressedConfig, norms: NormConfig) -> None:
         super().__init__()
@@ -100,46 +105,46 @@ class EntryIndexer(nn.Module):
         self.config, self.rope_dim = sizes.index, sizes.rope_dim
         self.wq_b = Linear(sizes.q_rank, {"wq_b": self.config.num_heads * self.config.head_dim})
         self.weights_proj = empty_parameter(self.config.num_heads, hidden_size)  # never packed
-        self.pool = Pool(self.config.head_dim, sizes, norms)
+        self.pool: Pool | None = None
+        if sizes.overlaps:
+            self.pool = Pool(self.config.head_dim, sizes, norms)
+        sharing = sizes.sharing
+        # Layers with and without candidates bind different calls.
+        self.has_candidates = sharing is not None and sharing.candidates_of not in (None, sharing.choice_of)
         self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        q_latent: torch.Tensor,
-        positions: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        queries: AttentionMetadata | OutputRows,
-    ) -> torch.Tensor | None:
-        """Return the entries that each row attends to, int32 [R, columns].
+    def set_cache(self, keys: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
+        """Give the indexer the cache of its keys, and the rotary table."""
+        self.key_cache, self.cos_sin_cache = keys, cos_sin_cache
 
-        Return None if no sequence can have more than top_k entries.
+    def sees_all(self, block_table: torch.Tensor) -> bool:
+        """Return whether no sequence can have more than top_k entries. block_table: of the entries."""
+        return block_table.shape[1] * self.key_cache.shape[1] <= self.config.top_k
 
-        hidden, q_latent: of the rows, [R, hidden_size] and [R, q_rank]. block_table: of the entries.
+    def queries(
+        self, hidden: torch.Tensor, q_latent: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated heads of rows, [R, H, D], and their weights, float32 [R, H].
+
+        hidden, q_latent: of the rows, [R, hidden_size] and [R, q_rank].
         """
-        config, keys = self.config, self.pool.entry_cache
-        if block_table.shape[1] * keys.shape[1] <= config.top_k:
-            return None
+        config = self.config
         q = self.wq_b(q_latent).unflatten(-1, (config.num_heads, config.head_dim))  # [R, H, D]
         rotated = q[..., config.head_dim - self.rope_dim :]
-        self.rotate(positions, rotated, None, self.pool.cos_sin_cache, interleaved=True)
+        self.rotate(positions, rotated, None, self.cos_sin_cache, interleaved=True)
         weights = functional.linear(hidden, self.weights_proj).float() * (config.num_heads * config.head_dim) ** -0.5
-        chosen: torch.Tensor = self.choose_keys(
-            q,
-            weights,
-            keys,
-            block_table=block_table,
-            cu_seqlens_q=queries.cu_seqlens_q,
-            seq_lens=seq_lens,
-            top_k=config.top_k,
-            pool_size=config.pool_size,
-            plan=queries.plan,
-        )
+        return q, weights
+
+    def choose(self, q: torch.Tensor, weights: torch.Tensor, **step: Any) -> torch.Tensor:
+        """Return the entries that each row attends to, int32 [R, columns]. step: other arguments of `choose_keys`."""
+        top_k, pool_size = self.config.top_k, self.config.pool_size
+        chosen: torch.Tensor = self.choose_keys(q, weights, self.key_cache, top_k=top_k, pool_size=pool_size, **step)
         return chosen
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.wq_b.destinations(prefix) | self.pool.destinations(f"{prefix}.compressor")
+        destinations = self.wq_b.destinations(prefix)
+        if self.pool is not None:
+            destinations |= self.pool.destinations(f"{prefix}.compressor")
         destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
         return destinations
 
@@ -186,19 +191,30 @@ class CompressedAttention(nn.Module):
         self.pool: Pool | None = None
         self.indexer: EntryIndexer | None = None
         self.pools: list[Pool] = []
+        self.is_source = sizes.sharing is None or sizes.sharing.entries_of == index
         if sizes.pool_size:
-            self.pool = Pool(layer.head_dim, sizes, self.norms)
-            self.pools = [self.pool]
-            parts = {"compressor.wkv": self.pool.width, "compressor.wgate": self.pool.width}
-            if sizes.index is not None:
-                self.indexer = EntryIndexer(config.hidden_size, sizes, self.norms)
-                self.pools.append(self.indexer.pool)
-                for name in ("wkv", "wgate"):
-                    parts[f"indexer.compressor.{name}"] = self.indexer.pool.width
-            self.row_proj = Linear(config.hidden_size, parts)
+            self._add_pools(config)
         self.rms_norm, self.rotate = Bound(rms_norm), Bound(rotary_embedding, by=1)
         self.write_records = Bound(write_pooled_entries)
         self.write, self.attend = Bound(concat_and_cache_mla), Bound(paged_compressed_attention, step="plan")
+
+    def _add_pools(self, config: DecoderConfig) -> None:
+        """Add what writes and chooses entries."""
+        sizes = self.sizes
+        self.pool = Pool(self.config.head_dim, sizes, self.norms)
+        self.pools = [self.pool]
+        parts = {"compressor.wkv": self.pool.width, "compressor.wgate": self.pool.width}
+        self._add_indexer(config)
+        if self.indexer is not None:
+            assert self.indexer.pool is not None
+            self.pools.append(self.indexer.pool)
+            for name in ("wkv", "wgate"):
+                parts[f"indexer.compressor.{name}"] = self.indexer.pool.width
+        self.row_proj = Linear(config.hidden_size, parts)
+
+    def _add_indexer(self, config: DecoderConfig) -> None:
+        if self.sizes.index is not None:
+            self.indexer = EntryIndexer(config.hidden_size, self.sizes, self.norms)
 
     def keep_float32(self) -> None:
         """Convert the sinks back to float32."""
@@ -209,35 +225,34 @@ class CompressedAttention(nn.Module):
         self.kv_cache, self.table, self.cos_sin_cache = as_rows(k_cache.squeeze(2)), table, cos_sin_cache
         self.ones = torch.ones(self.config.head_dim, device=k_cache.device)
 
-    def set_pools(
-        self,
-        entries: Sequence[torch.Tensor],
-        entry_table: int,
-        open_rows: torch.Tensor,
-        borders: torch.Tensor | None,
-        places: SharedPlaces,
-        *,
-        finds_places: bool,
+    def set_entries(self, entries: Sequence[torch.Tensor], entry_table: int) -> None:
+        """Give the layer its entries, then their index keys if there are any, and the index of their block table.
+
+        entries: [num_blocks, entries of a block, size].
+        """
+        assert self.pool is not None
+        self.entry_table = entry_table
+        self.pool.entry_cache, self.pool.cos_sin_cache = as_rows(entries[0]), self.cos_sin_cache
+        if self.indexer is not None and self.indexer.pool is not None:
+            keys = as_keys(entries[1])
+            self.indexer.set_cache(keys, self.cos_sin_cache)
+            self.indexer.pool.entry_cache, self.indexer.pool.cos_sin_cache = keys, self.cos_sin_cache
+
+    def set_open_rows(
+        self, open_rows: torch.Tensor, borders: torch.Tensor | None, places: SharedPlaces, *, finds_places: bool
     ) -> None:
-        """Give the layer its entries, the index of their block table, and its rows of open pools.
+        """Give the layer its rows of open pools.
 
         Args:
-            entries: [num_blocks, entries of a block, size], the layer's, then its index keys if it has an indexer.
             open_rows: float32 [num_slots + 1, kept rows, row_size].
             borders: [num_blocks, 1, size] for pools that overlap.
             places: where rows lie in a step; with finds_places, the layer finds them.
         """
-        assert self.pool is not None
-        self.entry_table, self.open_rows = entry_table, open_rows
+        self.open_rows = open_rows
         self.copy_slots = BlockCopy([open_rows], [open_rows])
         self.places, self.finds_places = places, finds_places
-        self.pool.entry_cache, self.pool.cos_sin_cache = as_rows(entries[0]), self.cos_sin_cache
-        if self.indexer is None or borders is None:
+        if borders is None:
             return
-        pool, keys = self.indexer.pool, entries[1]
-        if keys.dtype != torch.float32:
-            keys = keys.view(torch.uint8)
-        pool.entry_cache, pool.cos_sin_cache = keys, self.cos_sin_cache
         self.borders = borders.squeeze(1).view(torch.float32).unflatten(-1, (self.sizes.pool_size, -1))
         # Of values and gates, a pool takes the first halves of the pool before.
         columns: list[int] = []
@@ -269,7 +284,8 @@ class CompressedAttention(nn.Module):
         q_latent, row = self.down_proj(hidden).split((sizes.q_rank, layer.head_dim), -1)
         q_latent, _ = self.q_norm(q_latent)  # [T, q_rank]
         q = self.q_b_proj(q_latent).unflatten(-1, (layer.num_heads, layer.head_dim))
-        q = self.rms_norm(q, self.ones, self.norms.eps)  # [T, H, D]
+        if sizes.norms_queries:
+            q = self.rms_norm(q, self.ones, self.norms.eps)  # [T, H, D]
         rotated_q = q[..., plain_size:]
         if self.kv_cache.dtype == torch.uint8:
             self.rotate(positions, rotated_q, None, self.cos_sin_cache, interleaved=True)
@@ -279,38 +295,15 @@ class CompressedAttention(nn.Module):
             self.rotate(positions, rotated_q, row[:, None, plain_size:], self.cos_sin_cache, interleaved=True)
             self.write(row[:, :plain_size], row[:, plain_size:], self.kv_cache, slot_mapping)
 
-        # Write entries, and keep rows of open pools.
-        entries: torch.Tensor | None = None
-        entry_table: torch.Tensor | None = None
-        if self.pool is not None:
-            entries = self.pool.entry_cache
-            entry_table, entry_slots = metadata.table(self.entry_table)
-            if self.finds_places:
-                self.places.find(
-                    sizes,
-                    metadata,
-                    num_kept=self.open_rows.shape[1],
-                    block_size=self.kv_cache.shape[1],
-                    window_table=self.table,
-                    entry_table=self.entry_table,
-                )
-            places = self.places.places
-            rows = self.row_proj(hidden).float()  # [T, row_size]
-            memory = rows_of_step(rows, places, self.open_rows, self.copy_slots, self.borders, self.columns)
-            start = 0
-            for pool in self.pools:
-                end = start + 2 * pool.width
-                pool.write(memory[..., start:end], places, entry_slots, positions, metadata.cu_seqlens_q)
-                start = end
-
-        # Choose entries, and attend.
+        # Write entries, choose some, and attend.
+        entries, entry_table = self._write_entries(hidden, positions, metadata)
         queries: AttentionMetadata | OutputRows = metadata
         if outputs is not None:
             queries, q, q_latent = outputs, q[outputs.rows], q_latent[outputs.rows]  # [R, H, D], [R, q_rank]
             hidden, positions = hidden[outputs.rows], positions[outputs.rows]
         indices: torch.Tensor | None = None
-        if self.indexer is not None:
-            indices = self.indexer(hidden, q_latent, positions, entry_table, metadata.seq_lens, queries)
+        if entry_table is not None:
+            indices = self._choose(hidden, q_latent, positions, entry_table, metadata, outputs)
         out = self.attend(
             q,
             self.kv_cache,
@@ -335,6 +328,60 @@ class CompressedAttention(nn.Module):
         grouped = torch.bmm(groups, self.group_weights.mT).transpose(0, 1)  # [R, G, group_rank]
         projected: torch.Tensor = self.o_proj(grouped.flatten(1))  # [R, hidden_size]
         return projected
+
+    def _write_entries(
+        self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Write entries, and keep rows of open pools. Return the cache of entries and its block table, or None."""
+        if self.pool is None:
+            return None, None
+        entry_table, entry_slots = metadata.table(self.entry_table)
+        places = self._places(metadata)
+        rows = self.row_proj(hidden).float()  # [T, row_size]
+        memory = rows_of_step(rows, places, self.open_rows, self.copy_slots, self.borders, self.columns)
+        start = 0
+        for pool in self.pools:
+            end = start + 2 * pool.width
+            pool.write(memory[..., start:end], places, entry_slots, positions, metadata.cu_seqlens_q)
+            start = end
+        return self.pool.entry_cache, entry_table
+
+    def _places(self, metadata: AttentionMetadata) -> RowPlaces:
+        """Return where rows of open pools lie in a step."""
+        if self.finds_places:
+            self.places.find(
+                self.sizes,
+                metadata,
+                num_kept=self.open_rows.shape[1],
+                block_size=self.kv_cache.shape[1],
+                window_table=self.table,
+                entry_table=self.entry_table,
+            )
+        return self.places.places
+
+    def _choose(
+        self,
+        hidden: torch.Tensor,
+        q_latent: torch.Tensor,
+        positions: torch.Tensor,
+        entry_table: torch.Tensor,
+        metadata: AttentionMetadata,
+        outputs: OutputRows | None,
+    ) -> torch.Tensor | None:
+        """Return the entries that each row attends to, int32 [R, columns]; None for all.
+
+        hidden, q_latent, positions: of the rows.
+        """
+        indexer, queries = self.indexer, outputs or metadata
+        if indexer is None or indexer.sees_all(entry_table):
+            return None
+        return indexer.choose(
+            *indexer.queries(hidden, q_latent, positions),
+            block_table=entry_table,
+            cu_seqlens_q=queries.cu_seqlens_q,
+            seq_lens=metadata.seq_lens,
+            plan=queries.plan,
+        )
 
     def _write_records(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Normalise, rotate and write rows [T, D] in 8 bits: each is the entry of a pool of one position."""
@@ -370,27 +417,37 @@ def as_rows(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
+def as_keys(cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache of index keys in float32 or in 8 bits as operations take it."""
+    return cache if cache.dtype == torch.float32 else cache.view(torch.uint8)
+
+
 class CompressedPools:
     """The caches of entries and of open rows that a model's layers share, see `compressed_groups`."""
 
     def __init__(self, kv_manager: PagedKvCacheManager, attention: Sequence[AttentionConfig], held: HeldCaches) -> None:
         self._manager, self._attention, self._held = kv_manager, attention, held
         self._indices = entry_indices(attention)
-        self._places: dict[tuple[CompressedConfig, int], SharedPlaces] = {}
+        self._places: dict[tuple[int, bool, int], SharedPlaces] = {}
 
     def give(self, attention: CompressedAttention, index: int) -> None:
-        """Give layer `index` the caches of its pools, if it has any. Layers come in their order."""
-        if index not in self._indices:
+        """Give layer `index` the entries that it reads, and the rows of its open pools. Layers come in their order."""
+        source = entries_source(self._attention, index)
+        if source is None:
             return
         manager, held, layer = self._manager, self._held, entries_layer(self._attention)
         entries: list[torch.Tensor] = []
-        for number in range(len(attention.pools)):
-            entries.append(held.of(manager.entries(layer, self._indices[index] + number)))
+        for number in self._indices[source]:
+            entries.append(held.of(manager.entries(layer, number)))
+        attention.set_entries(entries, manager.table_of(layer))
+        sizes = attention.sizes
+        if source != index or not sizes.num_earlier_rows:
+            return
         borders: torch.Tensor | None = None
-        if attention.sizes.overlaps:
+        if sizes.overlaps:
             borders = held.of(manager.entries(index))
-        key = attention.sizes, manager.table_of(index)
+        key = sizes.pool_size, sizes.overlaps, manager.table_of(index)
         finds_places = key not in self._places
         places = self._places.setdefault(key, SharedPlaces())
         open_rows = held.of(manager.open_rows(open_layer(self._attention, index)))
-        attention.set_pools(entries, manager.table_of(layer), open_rows, borders, places, finds_places=finds_places)
+        attention.set_open_rows(open_rows, borders, places, finds_places=finds_places)

@@ -13,7 +13,7 @@ import torch
 
 from paged.cache.groups import CacheGroup
 from paged.cache.pooled_groups import BorderGroup, Entries, EntriesGroup, OpenPart, OpenPoolGroup
-from paged.kernels.cache.latent_cache import RECORD_BYTES, RECORD_DIM, RECORD_ROPE
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_DIM, RECORD_ROPE
 from paged.models.layers.config import AttentionConfig, CompressedConfig
 
 
@@ -32,21 +32,34 @@ def num_cache_layers(attention: Sequence[AttentionConfig]) -> int:
     return open_layer(attention, len(attention))
 
 
-def entry_indices(attention: Sequence[AttentionConfig]) -> dict[int, int]:
-    """Return the index of each layer's entries in the layer of all entries; those of an indexer's keys come next."""
-    indices: dict[int, int] = {}
+def entries_source(attention: Sequence[AttentionConfig], index: int) -> int | None:
+    """Return the layer that writes the entries of layer `index`; None for a layer with a window alone."""
+    sizes = attention[index].compressed
+    if sizes is None or not sizes.pool_size:
+        return None
+    if sizes.sharing is None:
+        return index
+    return sizes.sharing.entries_of
+
+
+def entry_indices(attention: Sequence[AttentionConfig]) -> dict[int, range]:
+    """Return where the layer of all entries has those of each layer that writes some: entries, then its index keys."""
+    indices: dict[int, range] = {}
     count = 0
     for index, layer in enumerate(attention):
-        sizes = layer.compressed
-        if sizes is not None and sizes.pool_size:
-            indices[index] = count
-            count += 1 + (sizes.index is not None)
+        if entries_source(attention, index) == index:
+            assert layer.compressed is not None
+            first, count = count, count + 1 + (layer.compressed.index is not None)
+            indices[index] = range(first, count)
     return indices
 
 
 def has_records(layer: AttentionConfig) -> bool:
     """Return whether rows and entries of a layer have the sizes of records, their form in 8 bits."""
-    return layer.compressed is not None and (layer.head_dim, layer.compressed.rope_dim) == (RECORD_DIM, RECORD_ROPE)
+    sizes = layer.compressed
+    if sizes is None or layer.head_dim != RECORD_DIM:
+        return False
+    return sizes.record_bytes == MXFP8_BYTES or sizes.rope_dim == RECORD_ROPE
 
 
 def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, block_size: int) -> list[CacheGroup]:
@@ -57,7 +70,8 @@ def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, 
     first = attention[0]
     head_dim, window, row_size = first.head_dim, first.window, first.head_dim
     if dtype.itemsize == 1:
-        row_size = RECORD_BYTES
+        assert first.compressed is not None
+        row_size = first.compressed.record_bytes
     entries: list[Entries] = []
     parts: list[OpenPart] = []
     bordered: dict[CompressedConfig, list[int]] = {}
@@ -69,12 +83,13 @@ def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, 
             bordered.setdefault(sizes, []).append(index)
         else:
             plain.append(index)
-        if not sizes.pool_size:
+        if entries_source(attention, index) != index:
             continue
         entries.append(Entries(sizes.pool_size, row_size))
         if sizes.index is not None:
             entries.append(Entries(sizes.pool_size, sizes.index.key_size(dtype)))
-        parts.append(OpenPart((open_layer(attention, index),), sizes.row_size(head_dim), sizes.num_earlier_rows))
+        if sizes.num_earlier_rows:
+            parts.append(OpenPart((open_layer(attention, index),), sizes.row_size(head_dim), sizes.num_earlier_rows))
     groups: list[CacheGroup] = []
     if entries:
         groups.append(EntriesGroup((entries_layer(attention),), entries=entries))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paged.errors import UnsupportedError
-from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES
+from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, RECORD_BYTES
 from paged.models.layers.recurrent_config import NgramConfig, RecurrentConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.quantization.layouts import Quantization
@@ -171,6 +171,26 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EntrySharing:
+    """Layers that write and choose the entries of a layer of DeepSeek-V4.1, see `SharedEntriesAttention`.
+
+    Attributes:
+        entries_of: the layer that writes the entries, and index keys if it has an indexer.
+        choice_of: the layer whose indexer chooses among them.
+        candidates_of: for a layer with an indexer: the layer whose indexer publishes blocks of entries, itself or an
+            earlier one, within which this indexer chooses; None for a choice among all entries.
+        candidate_blocks: most blocks that are published for a query.
+        candidate_block_size: entries of a block, 1 to 256.
+    """
+
+    entries_of: int
+    choice_of: int
+    candidates_of: int | None = None
+    candidate_blocks: int = 0
+    candidate_block_size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CompressedConfig:
     """Sizes of attention to a window and to compressed entries, see `CompressedAttention`.
 
@@ -178,9 +198,13 @@ class CompressedConfig:
         q_rank: size of the queries' latent.
         rope_dim: elements at the end of a head that rotate.
         pool_size: positions of an entry; 0 for a layer with a window alone.
-        index: the indexer, which chooses the entries of a query; None for attention to all entries. An entry of a layer
-            with an indexer also depends on the positions of the pool before.
+        index: the indexer, which chooses the entries of a query; None for attention to all entries, or to those that an
+            earlier layer chose. Unless layers share entries, an entry of a layer with an indexer also depends on the
+            positions of the pool before.
         num_groups, group_rank: groups of heads, and size of a group's output before the last projection.
+        norms_queries: whether the queries of each head are divided by their root mean square.
+        record_bytes: size of rows and entries in a cache of 8 bits.
+        sharing: which layers write and choose the entries that the layer reads; None if it does so itself.
     """
 
     q_rank: int
@@ -189,11 +213,14 @@ class CompressedConfig:
     index: IndexConfig | None
     num_groups: int
     group_rank: int
+    norms_queries: bool = True
+    record_bytes: int = RECORD_BYTES
+    sharing: EntrySharing | None = None
 
     @property
     def overlaps(self) -> bool:
         """Whether an entry also depends on the positions of the pool before."""
-        return self.index is not None
+        return self.index is not None and self.sharing is None
 
     @property
     def num_earlier_rows(self) -> int:
@@ -203,7 +230,8 @@ class CompressedConfig:
     def row_size(self, head_dim: int) -> int:
         """Return the numbers of a token's values and gates, for an entry and for its index key."""
         size = 2 * head_dim
-        if self.index is not None:
+        if self.overlaps:
+            assert self.index is not None
             size = 2 * (size + 2 * self.index.head_dim)
         return size
 
