@@ -18,6 +18,7 @@ VLLM := .peers/vllm-0.33.0
 VLLM_BEFORE := .peers/vllm-0.32.0
 SGLANG := .peers/sglang-0.5.23
 HUB_KERNELS := .peers/kernels-0.17.0
+FLASHINFER_BENCH := .peers/flashinfer-bench-0.1.2
 VLLM_ENGINE := .peers/vllm-engine
 LLAMA_CPP := .peers/llama-cpp
 RESULTS ?= $(wildcard bench/results/*.json build/gpu/*/*.json)
@@ -29,7 +30,7 @@ REHEARSAL = $(REHEARSE)/bin/python -m tests.emulated_device.machine $(REHEARSE)/
 REHEARSED := torch==2.11.0 triton==3.6.0 transformers==5.17.0 huggingface-hub==1.33.0 \
 	"numpy==2.5.2; python_version >= '3.12'" "numpy==2.4.6; python_version < '3.12'"
 
-.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm sglang hub-kernels kernels-package vllm-engine llama-cpp gpu rehearse report clean
+.PHONY: demo test test-all compiled test-cpus test-newest matrix bench check lint format picture docs compile record soak fuzz vllm sglang hub-kernels flashinfer-bench kernels-package vllm-engine llama-cpp gpu rehearse report clean
 
 demo: $(VENV)/installed-cli
 	$(BIN)/paged generate
@@ -40,7 +41,7 @@ test: lint
 		wait $$types && exit $$status
 
 # After `make test`, whose numeric tests run again as on older processors. The end says which tests are near to failing.
-test-all: $(VLLM) $(VLLM_BEFORE) $(SGLANG) $(HUB_KERNELS)
+test-all: $(VLLM) $(VLLM_BEFORE) $(SGLANG) $(HUB_KERNELS) $(FLASHINFER_BENCH)
 	mkdir -p build/headroom && find build/headroom -name '*.json' ! -name test.json -delete
 	$(PYTEST) $(HEADROOM)/thorough.json -m thorough --ignore tests/vllm --ignore tests/sglang
 	PYTHONPATH=$(VLLM) $(PYTEST) $(HEADROOM)/vllm.json tests/vllm tests/bench/moe/test_peer_vllm.py
@@ -137,6 +138,12 @@ hub-kernels: $(HUB_KERNELS)
 $(HUB_KERNELS): | $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@ kernels==0.17.0
 
+# Its models of trace sets, without FlashInfer's kernels.
+flashinfer-bench: $(FLASHINFER_BENCH)
+
+$(FLASHINFER_BENCH): | $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $@ flashinfer-bench==0.1.2
+
 # Our kernels as a repository for `kernels`, in build/kernels-package.
 kernels-package: $(VENV)/installed-cli
 	$(BIN)/python -m paged.tools.kernels_package build/kernels-package
@@ -203,4 +210,4 @@ $(VENV)/installed-%: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(SGLANG) $(HUB_KERNELS) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(REHEARSE) $(VLLM) $(SGLANG) $(HUB_KERNELS) $(FLASHINFER_BENCH) $(VLLM_ENGINE) $(LLAMA_CPP) .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks *.egg-info

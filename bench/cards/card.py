@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from paged.bench.bounds import first_order
 from paged.bench.cards.draw import Draw
 from paged.bench.check import Result, WrongResultError
 from paged.bench.limits import Cost
-from paged.bench.problems.arguments import Arguments, Tensors, map_tensors, num_bytes, on_cpu, without_how
+from paged.bench.problems.arguments import HOW, Arguments, Tensors, map_tensors, num_bytes, on_cpu, without_how
 
 if TYPE_CHECKING:
     from paged.bench.compilation.cases.case import CompileCase
@@ -181,6 +182,20 @@ class Card:
         if edge.name:
             return f"{self.name}: {edge.name}"
         return self.name
+
+
+def needed(card: Card, arguments: Arguments) -> list[str]:
+    """Return the names of arguments that a function must take: they decide the result and differ from defaults."""
+    names = []
+    for name, value in arguments.items():
+        default = card.signature.parameters[name].default
+        if name == "softmax_scale" and default is None and value is not None:
+            default = arguments["q"].shape[2] ** -0.5
+            if math.isclose(value, default, rel_tol=1e-6):
+                value = default
+        if name not in HOW and (isinstance(value, torch.Tensor) or value != default):
+            names.append(name)
+    return names
 
 
 def same(value: Any) -> tuple[Any, Any, Any]:

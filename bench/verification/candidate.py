@@ -7,7 +7,6 @@ arguments.
 from __future__ import annotations
 
 import inspect
-import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from paged.bench.cards.card import Card, Masks
+from paged.bench.cards.card import Card, Masks, needed
 from paged.bench.cards.cards import card_of
 from paged.bench.check import WrongResultError
 from paged.bench.problems.arguments import HOW, Arguments, Tensors, dtype_of, map_tensors
@@ -198,20 +197,6 @@ def is_of(operation: str, check_name: str) -> bool:
     """Return whether a check of this name belongs to the operation."""
     suffix = check_name.removeprefix(operation)
     return suffix != check_name and (not suffix or suffix[0] in ".:")
-
-
-def needed(card: Card, arguments: Arguments) -> list[str]:
-    """Return the names of arguments that a function must take: they decide the result and differ from defaults."""
-    names = []
-    for name, value in arguments.items():
-        default = card.signature.parameters[name].default
-        if name == "softmax_scale" and default is None and value is not None:
-            default = arguments["q"].shape[2] ** -0.5
-            if math.isclose(value, default, rel_tol=1e-6):
-                value = default
-        if name not in HOW and (isinstance(value, torch.Tensor) or value != default):
-            names.append(name)
-    return names
 
 
 def _device_of(tensors: Tensors) -> torch.device:

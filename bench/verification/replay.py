@@ -27,13 +27,15 @@ from paged.tools.recorder import RecordedCall, read_call
 class Replay:
     """One row: the call as it was recorded (backend ""), or repeated by a backend.
 
-    by: name of the caller in the row's name; by default the backend. card, arguments: the call's, for a diagnosis.
+    by: name of the caller in the row's name; by default the backend. label: the call's name there; by default its
+    operation. card, arguments: the call's, for a diagnosis.
     """
 
     path: Path
     device: torch.device
     backend: str
     by: str = ""
+    label: str = ""
 
     def __post_init__(self) -> None:
         self.call = read_call(self.path, self.device)
@@ -46,9 +48,10 @@ class Replay:
 
     @property
     def name(self) -> str:
+        label = self.label or self.call.operation
         if self.backend:
-            return f"{self.call.operation} by {self.by or self.backend}"
-        return f"{self.call.operation} as recorded"
+            return f"{label} by {self.by or self.backend}"
+        return f"{label} as recorded"
 
     def results(self, *_: Any) -> Iterator[Result]:
         """Yield the results beside the reference's.

@@ -1,7 +1,9 @@
-"""Time a recorded call by each backend of this machine, beside a candidate and the peers that take it.
+"""Time recorded calls by each backend of this machine, beside other functions and the peers that take them.
 
     paged bench --replay FILE [--candidate MODULE:FUNCTION] [--repeats N]
+    paged bench --trace PATH [--only TEXT] [--repeats N]
 
+PATH is a trace set of FlashInfer-Bench, or a file of workloads in one; its solutions and references are timed, too.
 Each implementation is bound once, as in models, and checked against the reference. Then all are timed in turns on the
 same tensors, which may lie in the processor's cache.
 """
@@ -21,16 +23,19 @@ import torch
 from paged.bench.attention.cases import AttentionCase, Layer, Step
 from paged.bench.attention.peers import PEERS as ATTENTION_PEERS
 from paged.bench.benchmark import DEVICE, LEGEND, Setting, line
+from paged.bench.cards.card import needed
 from paged.bench.cards.cards import CARDS
 from paged.bench.check import Result, WrongResultError
 from paged.bench.contest import OURS, Contest, Peer
 from paged.bench.moe.peers import PEERS as MOE_PEERS
-from paged.bench.problems.arguments import Arguments
+from paged.bench.problems.arguments import Arguments, Tensors
 from paged.bench.problems.experts import MoeBatch, MoeCase, MoeLayer, MoeModel
 from paged.bench.timing import Call
-from paged.bench.verification.candidate import Candidate, needed
+from paged.bench.traces.calls import calls_of
+from paged.bench.verification.candidate import Candidate
 from paged.bench.verification.candidate_process import load_function
 from paged.bench.verification.replay import Replay, about, backends
+from paged.errors import InvalidInputError
 from paged.kernels.moe.weights import ExpertLinear
 
 # Arguments of calls without options.
@@ -48,65 +53,105 @@ class Entrants(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the time of the models' backend here, ratios of the others to it, and why a peer is absent."""
-    parser = argparse.ArgumentParser(description="Time a recorded call beside peers.")
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--candidate", metavar="MODULE:FUNCTION", help="also time this function")
+    parser = argparse.ArgumentParser(description="Time recorded calls beside peers.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--replay", type=Path, metavar="FILE", help="a recorded call")
+    source.add_argument("--trace", type=Path, metavar="PATH", help="a FlashInfer-Bench trace set, or a file of it")
+    parser.add_argument("--candidate", metavar="MODULE:FUNCTION", help="with --replay: also time this function")
+    parser.add_argument("--only", default="", metavar="TEXT", help="with --trace: definitions whose name contains this")
     parser.add_argument(
         "--repeats", type=int, default=20, help="samples of each implementation, at least 2; default: %(default)s"
     )
     args = parser.parse_args(argv)
+    setting = Setting(torch.device(DEVICE), args.repeats)
     try:
-        _time(args)
+        if args.trace:
+            _time_trace(args, setting)
+        else:
+            timed = _Timed(args.replay, setting)
+            if args.candidate:
+                timed.add(args.candidate, args.candidate)
+            timed.print(about(timed.replay.call))
     except SystemExit as error:  # the timed function may raise it, because it runs in this process
         raise WrongResultError("a timed function ends the process") from error
     return 0
 
 
-def _time(args: argparse.Namespace) -> None:
-    device = torch.device(DEVICE)
-    replay = Replay(args.file, device, "")
-    card, arguments = replay.card, replay.arguments
-    want = replay.want()
-    bounds = card.bounds(arguments, want)
-    entries = Contest({"name": card.name, "size": {}}, Setting(device, args.repeats))
+def _time_trace(args: argparse.Namespace, setting: Setting) -> None:
+    """Time each call of a trace set. A solution that is wrong or not called is absent."""
+    with calls_of(args.trace, args.only) as calls:
+        for call in calls:
+            if not call.operation:
+                print(f"{call.name}: {call.refused['']}")
+                continue
+            timed = _Timed(call.path, setting)
+            timed.contest.absent.update(call.refused)
+            for name, function in call.candidates.items():
+                try:
+                    timed.add(name, function)
+                except (WrongResultError, InvalidInputError) as error:
+                    timed.contest.absent[name] = str(error)
+            timed.print(call.name)
 
-    def check(function: Any) -> None:
+
+class _Timed:
+    """A recorded call and what is timed on its tensors: the backends at first."""
+
+    def __init__(self, path: Path, setting: Setting) -> None:
+        self._path, self._device = path, setting.device
+        self.replay = Replay(path, setting.device, "")
+        self._want = self.replay.want()
+        self._bounds = self.replay.card.bounds(self.replay.arguments, self._want)
+        self.contest = Contest({"name": self.replay.card.name, "size": {}}, setting)
+        self._names = backends(setting.device)
+        for name in self._names:
+            with mock.patch.dict(os.environ, {"PAGED_BACKEND": name}):
+                bound: Any = self.replay.card.operation.bind(**self.replay.arguments)  # type: ignore[attr-defined]
+            self._check(bound)
+            label = OURS if name == self._names[0] else name
+            self.contest.add(label, [partial(bound, **self.replay.arguments)], lambda _: None)
+
+    def _check(self, function: Any) -> None:
         """Check the results of a call on fresh tensors, because the timed tensors change where a call writes."""
-        fresh = Replay(args.file, device, "").arguments
-        for result in card.beside(arguments, card.call(fresh, function), want, bounds).values():
+        card, fresh = self.replay.card, Replay(self._path, self._device, "").arguments
+        self._check_results(card.call(fresh, function))
+
+    def _check_results(self, results: Tensors) -> None:
+        for result in self.replay.card.beside(self.replay.arguments, results, self._want, self._bounds).values():
             result.check()
 
-    names = backends(device)
-    for name in names:
-        with mock.patch.dict(os.environ, {"PAGED_BACKEND": name}):
-            bound: Any = card.operation.bind(**arguments)  # type: ignore[attr-defined]
-        check(bound)
-        entries.add(OURS if name == names[0] else name, [partial(bound, **arguments)], lambda _: None)
-    if args.candidate:
-        candidate = Candidate(card.name, args.candidate)
+    def add(self, name: str, path: str) -> None:
+        """Check a function in a process of its own, then time it. A function with `bind` is bound once, as ours."""
+        candidate = Candidate(self.replay.card.name, path)
         try:
             with candidate.installed():
-                check(candidate)
-                for result in card.beside(arguments, candidate.again, want, bounds).values():
-                    result.check()
+                self._check(candidate)
+                self._check_results(candidate.again)
         finally:
             candidate.close()
-        timed = partial(load_function(candidate.path), **candidate.taken(arguments))
-        entries.add(candidate.path, [timed], lambda _: None)
-    entrants = None
-    if card.name == "paged_attention":
-        entrants = _attention(arguments)
-    elif card.name == "fused_moe":
-        entrants = _experts(arguments)
-    if entrants is not None:
-        entries.add_peers(
-            *entrants, lambda out: Result(out.reshape(want["out"].shape), want["out"], bounds["out"]).check()
-        )
-    print("\n".join([about(replay.call), f"ours: {names[0]} on {device}; {LEGEND}", line(entries.row())]))
-    for name, reason in entries.absent.items():
-        print(f"without {name}: {reason}")
-    if entrants is None:
-        print("without peers: they take paged_attention and fused_moe without options; torch is PyTorch's operators")
+        function, arguments = load_function(path), candidate.taken(self.replay.arguments)
+        if hasattr(function, "bind"):
+            function = function.bind(**arguments)
+        self.contest.add(name, [partial(function, **arguments)], lambda _: None)
+
+    def print(self, head: str) -> None:
+        """Time all, beside the peers that take the call, and print a line."""
+        card, arguments = self.replay.card, self.replay.arguments
+        entrants = None
+        if card.name == "paged_attention":
+            entrants = _attention(arguments)
+        elif card.name == "fused_moe":
+            entrants = _experts(arguments)
+        if entrants is not None:
+            want, bound = self._want["out"], self._bounds["out"]
+            self.contest.add_peers(*entrants, lambda out: Result(out.reshape(want.shape), want, bound).check())
+        print("\n".join([head, f"ours: {self._names[0]} on {self._device}; {LEGEND}", line(self.contest.row())]))
+        for name, reason in self.contest.absent.items():
+            print(f"without {name}: {reason}")
+        if entrants is None:
+            print(
+                "without peers: they take paged_attention and fused_moe without options; torch is PyTorch's operators"
+            )
 
 
 def _attention(arguments: Arguments) -> Entrants | None:

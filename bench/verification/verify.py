@@ -25,6 +25,7 @@ from paged.bench.cards.cards import card_of
 from paged.bench.check import Result, WrongResultError
 from paged.bench.compiled.errors import NotModelledError
 from paged.bench.problems.arguments import dtype_of
+from paged.bench.traces.calls import TraceCall, calls_of
 from paged.bench.verification.candidate import Candidate, NotTakenError, is_of
 from paged.bench.verification.cases import CHECKS, Check
 from paged.bench.verification.diagnosis import explain
@@ -75,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         args.device == "cuda" or args.backend not in (None, "triton") or args.candidate or args.replay
     ):
         raise InvalidInputError(f"--compiled {args.compiled}: runs the Triton kernels of checks, on a CPU")
+    if args.trace and (args.op or args.candidate or args.replay or args.compiled):
+        raise InvalidInputError(
+            "--trace: takes no --op, --candidate, --replay or --compiled; --only chooses definitions"
+        )
     if not 0 < args.call_seconds < math.inf:
         raise InvalidInputError(f"--call-seconds {args.call_seconds}: expected more than 0")
 
@@ -93,10 +98,10 @@ def run(args: argparse.Namespace) -> int:
         for option in ("quick", "json"):
             if getattr(args, option):
                 command.append(f"--{option}")
-        for option in ("only", "op", "candidate", "replay"):
+        for option in ("only", "op", "candidate", "replay", "trace"):
             if getattr(args, option):
                 command += [f"--{option}", str(getattr(args, option))]
-        if args.candidate:
+        if args.candidate or args.trace:
             command += ["--call-seconds", str(args.call_seconds)]
         environment = {**os.environ, "TRITON_INTERPRET": str(int(wants_interpreter))}
         return subprocess.run(command, env=environment, check=False).returncode
@@ -122,6 +127,8 @@ def run(args: argparse.Namespace) -> int:
             backend, interpreted = "triton", device.type == "cpu"
         if args.replay:
             rows = list(_replay(args, device, candidate))
+        elif args.trace:
+            rows = list(_trace(args, device))
         else:
             rows = list(_check_all(args, device, candidate, compiled))
     wrong = sum(not row.ok for row in rows)
@@ -217,6 +224,45 @@ def _replay(args: argparse.Namespace, device: torch.device, candidate: Candidate
         if not args.json:
             _print(row, width)
         yield row
+
+
+def _trace(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
+    """Yield rows of each call of a trace set: by each backend or the chosen one, by its reference, by solutions."""
+    names = backends(device)
+    if args.backend:
+        names = [args.backend]
+    with calls_of(args.trace, args.only) as calls:
+        all_calls = list(calls)
+        width = _print_head(args, [f"{call.name} by {name}" for call in all_calls for name in call.functions])
+        for call in all_calls:
+            for row in _rows_of_trace(args, device, call, names):
+                if not args.json:
+                    _print(row, width)
+                yield row
+
+
+def _rows_of_trace(args: argparse.Namespace, device: torch.device, call: TraceCall, names: list[str]) -> Iterator[Row]:
+    for name, reason in call.refused.items():
+        case = call.name
+        if name:
+            case += f" by {name}"
+        yield Row(case, "", None, 0.0, True, f"not checked: {reason}")
+    if not call.operation:
+        return
+    for name in names:
+        replay = Replay(call.path, device, name, label=call.name)
+        yield _row(replay, device, dtype_of(replay.arguments), None, replay)
+    for name, function in call.candidates.items():
+        replay = Replay(call.path, device, names[0], name, call.name)
+        try:
+            candidate = Candidate(call.operation, function, args.call_seconds)
+        except InvalidInputError as error:
+            yield Row(replay.name, "", None, 0.0, False, str(error))
+            continue
+        try:
+            yield _row(replay, device, dtype_of(replay.arguments), candidate, replay)
+        finally:
+            candidate.close()
 
 
 def _print_head(args: argparse.Namespace, names: list[str], *above: str) -> int:

@@ -39,6 +39,7 @@ PRESETS = {
     "tune-attention": Preset("attention.tune", "time the tile sizes of attention", needs_gpu=True),
     "tune-moe": Preset("moe.tune", "find the MoE tile sizes for a model and write them", needs_gpu=True),
     "compare": Preset("compare", "two results or two checkouts: ratios, and whether a case became slower"),
+    "trace-set": Preset("traces.write", "write our rows or recorded calls in the format of FlashInfer-Bench"),
     "report": Preset("report.build", "a page of tables from results written with --json"),
 }
 # Presets that `paged bench all` runs, most important first.
@@ -56,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="list the presets as JSON; after a preset: --json FILE")
     text = "time a recorded call, FILE, beside peers (see paged.record); all arguments after it go there"
     parser.add_argument("--replay", nargs=argparse.REMAINDER, metavar="FILE", help=text)
+    text = "time the calls and solutions of a FlashInfer-Bench trace set; all arguments after it go there"
+    parser.add_argument("--trace", nargs=argparse.REMAINDER, metavar="PATH", help=text)
     parser.add_argument("preset", nargs="?", choices=[*PRESETS, "all"], help="what to run", metavar="PRESET")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed to the preset", metavar="...")
 
@@ -66,8 +69,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UnsupportedError: the preset needs a GPU or package that is missing.
     """
-    if args.replay is not None:
-        return _run_module("--replay", "verification.speed", args.replay)
+    for option, arguments in (("--replay", args.replay), ("--trace", args.trace)):
+        if arguments is not None:
+            return _run_module(option, "verification.speed", [option, *arguments])
     if args.preset is None and args.json:
         print_json({name: asdict(preset) for name, preset in PRESETS.items()})
         return 0

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         metavar="S",
-        help="with --candidate: limit of each call of the function; %(default)g",
+        help="with --candidate or --trace: limit of each call of a function; %(default)g",
     )
     parser.add_argument(
         "--compiled",
@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="instead of the cases: a recorded call (see paged.record), as recorded and by each backend",
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        help="instead of the cases: workloads and solutions of a FlashInfer-Bench trace set, its folder or one file",
     )
 
 
