@@ -118,13 +118,13 @@ class SharedEntriesAttention(CompressedAttention):
     blocks of entries alone, those with the highest scores of an earlier indexer.
     """
 
-    latent_pool: LatentPool | None = None
     entry_cache: torch.Tensor
 
     def _add_pools(self, config: DecoderConfig) -> None:
         layer, sizes = self.config, self.sizes
         assert sizes.sharing is not None
         self.sharing = sizes.sharing
+        self.latent_pool: LatentPool | None = None
         if self.is_source:
             self.latent_pool = LatentPool(layer.head_dim, config.hidden_size, sizes, self.norms)
         self._add_indexer(config)
