@@ -10,7 +10,7 @@ import torch
 
 from ..cache.latent_cache import latent_kind, record_form
 from ..core.device import LARGE_SHARED_MEMORY, device_of
-from ..core.dtypes import KV_KINDS, kv_kind
+from ..core.dtypes import kv_kind
 from ..core.errors import InvalidInputError, as_int, shown
 from ..core.ids import Sequences
 from . import tiles
@@ -98,6 +98,8 @@ class AttentionCall(NamedTuple):
     alibi_slopes: torch.Tensor | None
     k_scale: torch.Tensor | None
     v_scale: torch.Tensor | None
+    k_table_scale: torch.Tensor | None
+    v_table_scale: torch.Tensor | None
     mask: torch.Tensor | None
     chosen_blocks: torch.Tensor | None
     chosen_block_size: int
@@ -111,31 +113,11 @@ class AttentionCall(NamedTuple):
     v_head_dim: int
 
     @property
-    def has_row_scales(self) -> bool:
-        """Whether each row of the caches has a scale."""
-        kind = KV_KINDS.get(self.k_cache.dtype)
-        return kind is not None and kind.has_scales
-
-    @property
-    def head_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """k_scale and v_scale for each head, [], [1] or [num_kv_heads]; None if each row has its own."""
-        if self.has_row_scales:
-            return None, None
-        return self.k_scale, self.v_scale
-
-    @property
-    def row_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """k_scale and v_scale of rows, as `KvKind.scales_shape`; None without `has_row_scales`."""
-        if self.has_row_scales:
-            return self.k_scale, self.v_scale
-        return None, None
-
-    @property
     def shares_cache(self) -> bool:
         """Whether v_cache is a view of k_cache from its first element on, so that a key begins with its value."""
         k_cache, v_cache = self.k_cache, self.v_cache
         is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride() == v_cache.stride()
-        return is_view and v_cache.shape[3] <= k_cache.shape[3]
+        return is_view and k_cache.dtype == v_cache.dtype and v_cache.shape[3] <= k_cache.shape[3]
 
     @property
     def out_strides(self) -> tuple[int, int]:
@@ -147,13 +129,14 @@ class AttentionCall(NamedTuple):
         """The shape that schedules depend on."""
         num_tokens, num_q_heads, head_dim = self.q.shape
         num_kv_heads, arch = self.k_cache.shape[2], device_of(self.q.device).arch
-        group, kind = num_q_heads // num_kv_heads, kv_kind(self.k_cache.dtype).name
+        group, kinds = num_q_heads // num_kv_heads, [kv_kind(self.k_cache.dtype), kv_kind(self.v_cache.dtype)]
+        kind = tiles.slowest_kind(*(kind.name for kind in kinds))
         more_scores = self.softcap > 0 or self.alibi_slopes is not None or self.mask is not None
         # The plan of chosen blocks counts entries, which window and chunk do not shorten.
         window, chunk_size, box, bundle_tokens = (NO_LIMIT, NO_LIMIT), 0, 0, 0
         if self.chosen_blocks is None:
             window, chunk_size = self.window, self.chunk_size
-            if kv_kind(self.k_cache.dtype).numbers_per_element == 1:
+            if all(kind.numbers_per_element == 1 for kind in kinds):
                 box = min(_box_keys(self.k_cache, arch), _box_keys(self.v_cache, arch))
         elif self.mask is not None:
             bundle_tokens = 1

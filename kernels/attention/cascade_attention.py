@@ -29,6 +29,8 @@ def cascade_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     deterministic: bool = False,
     plan: AttentionPlan | None = None,
@@ -80,11 +82,14 @@ def cascade_attention(
         sinks: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
-        shared: dict[str, Any] = {"q": q, **caches, **options}
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        scales |= {"k_table_scale": k_table_scale, "v_table_scale": v_table_scale}
+        shared: dict[str, Any] = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **scales, **options}
 
         def attend(plan: AttentionPlan, **arguments: Any) -> Any:
             lengths: Any = {"cu_seqlens_q": plan.cu_seqlens_q, "seq_lens": plan.seq_lens}

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 from ..core.compat import dot, tl, triton
 from ..core.launch import wait_for_inputs
-from .keys import WORD_KEYS, Slots, Window, row_offsets, visible_range
+from .keys import WORD_KEYS, Slots, Window, visible_range
 from .merge_splits import LOG2E, Output, _clear_padding, _locate_rows, _store_rows, finite, normalise
 from .online_softmax import (
     CachedRows,
-    _decode,
-    _load_int4,
-    _load_rows,
-    _load_scales,
     _softcapped,
     element_mask,
     group_mask,
+    load_elements,
+    scale_of_head,
+    scales_of_rows,
+    scores_and_values,
 )
 from .plan_kernel import ITEM_SIZE
 from .tile_kernels import _fill_float16
@@ -140,7 +140,8 @@ def _attend(
     CHOSEN_SIZE: tl.constexpr,
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
     """Online softmax (Milakov and Gimelshein, 2018) over the keys of blocks [begin, end)."""
@@ -153,24 +154,9 @@ def _attend(
             slots = Slots(first=first % KV_BLOCK_SIZE, offsets=tl.arange(0, BLOCK_N))
         else:
             slots = Slots(first=index * 0, offsets=positions % KV_BLOCK_SIZE)
-        k_offsets = row_offsets(block, slots, k_rows.stride_block, k_rows.stride_slot)
-        v_offsets = row_offsets(block, slots, v_rows.stride_block, v_rows.stride_slot)
-        if KIND == "int4":
-            k = _load_int4(k_rows, k_offsets, block, slots, is_seen, q.shape[1], True).to(q.dtype)
-            v = _load_int4(v_rows, v_offsets, block, slots, is_seen, acc.shape[1], True).to(q.dtype)
-        else:
-            k = _load_rows(k_rows, k_offsets, is_seen, q.shape[1], True)
-            v = _load_rows(v_rows, v_offsets, is_seen, acc.shape[1], True)
-        if KIND == "int8":
-            k_scale = _load_scales(k_rows, block, slots, is_seen, True)
-            v_scale = _load_scales(v_rows, block, slots, is_seen, True)
-            v = (v.to(tl.float32) * v_scale[:, None]).to(q.dtype)
-            k = k.to(q.dtype)
-        elif KIND == "e4m3" or KIND == "e5m2":
-            k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
-        if KIND == "int8":
-            scores *= k_scale[None, :]
+        k = load_elements(k_rows, block, slots, is_seen, q.shape[1], K_KIND, NATIVE_FP8, True)
+        v = load_elements(v_rows, block, slots, is_seen, acc.shape[1], V_KIND, NATIVE_FP8, True)
+        scores, v = scores_and_values(q, k, v, k_rows, v_rows, block, slots, is_seen, K_KIND, V_KIND, NATIVE_FP8, True)
         if rules.softcap is not None:
             scores = _softcapped(scores, rules.scale, rules.softcap, q.dtype)
         else:
@@ -222,8 +208,10 @@ def _chosen_attention_kernel(
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
     alibi_slopes_ptr,  # [num_q_heads], or None
-    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8, int4 caches: see `KvKind.scales_shape`
+    k_scale_ptr,  # [1] or [num_kv_heads], or None; caches with scales: see `KvKind.scales_shape`
     v_scale_ptr,
+    k_table_scale_ptr,  # [1], or None
+    v_table_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
     num_chosen,
@@ -265,7 +253,9 @@ def _chosen_attention_kernel(
     HAS_WINDOW: tl.constexpr,  # whether window_left or CHUNK_SIZE limits the keys
     CHUNK_SIZE: tl.constexpr,  # keys of a chunk of local attention, 0 without
     HAS_SOFTCAP: tl.constexpr,
-    KIND: tl.constexpr,  # name of the caches' `KvKind`
+    K_KIND: tl.constexpr,  # name of a `KvKind`
+    V_KIND: tl.constexpr,
+    FITS_FLOAT16: tl.constexpr,  # float16 holds all numbers of the caches
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):
@@ -320,22 +310,18 @@ def _chosen_attention_kernel(
     token_mask_ptr = None
     if mask_ptr is not None:
         token_mask_ptr = mask_ptr + first_token.to(tl.int64) * stride_mask_token
-    k_scales = None
-    v_scales = None
-    if KIND == "int8" or KIND == "int4":
-        k_scales = k_scale_ptr + kv_head_64 * stride_k_scale_head
-        v_scales = v_scale_ptr + kv_head_64 * stride_v_scale_head
-    elif k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale_head)
-    if (KIND == "e4m3" or KIND == "e5m2") and q.dtype == tl.bfloat16:
+    k_scale = scale_of_head(k_scale_ptr, k_table_scale_ptr, kv_head, stride_k_scale_head, K_KIND)
+    if k_scale is not None:
+        scale *= k_scale
+    if FITS_FLOAT16 and q.dtype == tl.bfloat16:
         q, scale = _fill_float16(q, scale)
     k_rows = CachedRows(
         cache=k_cache + kv_head_64 * stride_k_head,
         stride_block=stride_k_block,
         stride_slot=stride_k_slot,
-        dim_mask=element_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
-        scales=k_scales,
-        group_mask=group_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
+        dim_mask=element_mask(HEAD_DIM, HEAD_DIM_PADDED, K_KIND),
+        scales=scales_of_rows(k_scale_ptr, kv_head, stride_k_scale_head, K_KIND),
+        group_mask=group_mask(HEAD_DIM, HEAD_DIM_PADDED, K_KIND),
         stride_scale_block=stride_k_scale_block,
         stride_scale_slot=stride_k_scale_slot,
     )
@@ -343,9 +329,9 @@ def _chosen_attention_kernel(
         cache=v_cache + kv_head_64 * stride_v_head,
         stride_block=stride_v_block,
         stride_slot=stride_v_slot,
-        dim_mask=element_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
-        scales=v_scales,
-        group_mask=group_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
+        dim_mask=element_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, V_KIND),
+        scales=scales_of_rows(v_scale_ptr, kv_head, stride_v_scale_head, V_KIND),
+        group_mask=group_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, V_KIND),
         stride_scale_block=stride_v_scale_block,
         stride_scale_slot=stride_v_scale_slot,
     )
@@ -385,13 +371,14 @@ def _chosen_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, choice, k_rows, v_rows, rules, begin, end, CHOSEN_SIZE, KV_BLOCK_SIZE, BLOCK_N, KIND,
-        NATIVE_FP8,
+        acc, row_max, row_sum, q, choice, k_rows, v_rows, rules, begin, end, CHOSEN_SIZE, KV_BLOCK_SIZE, BLOCK_N,
+        K_KIND, V_KIND, NATIVE_FP8,
     )  # fmt: skip
 
     store_mask = row_mask[:, None] & (offs_v < V_HEAD_DIM)[None, :]
-    if v_scale_ptr is not None and KIND != "int8" and KIND != "int4":
-        acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
+    v_scale = scale_of_head(v_scale_ptr, v_table_scale_ptr, kv_head, stride_v_scale_head, V_KIND)
+    if v_scale is not None:
+        acc *= v_scale
     if slot >= 0:
         out, lse = normalise(acc, row_max, row_sum, None, head, row_mask)
         partial = (slot * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m

@@ -68,6 +68,8 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     attention_chunk_size: int = 0,
     chosen_blocks: torch.Tensor | None = None,
@@ -95,7 +97,8 @@ def paged_attention(
             window_size=window_size, attention_chunk_size=attention_chunk_size, mask=mask, has_scores=not is_fused,
             chosen_blocks=chosen_blocks, chosen_block_size=chosen_block_size,
         )  # fmt: skip
-    k_factor, v_factor = _factor_of_heads(k_scale, compute), _factor_of_heads(v_scale, compute)
+    k_factor = _factor_of_heads(k_scale, k_table_scale, compute)
+    v_factor = _factor_of_heads(v_scale, v_table_scale, compute)
     out = torch.zeros(num_tokens, num_q_heads, v_head_dim, dtype=compute, device=q.device)
     lse = torch.full((num_tokens, num_q_heads), -math.inf, dtype=compute, device=q.device)
     if sinks is not None:
@@ -173,9 +176,13 @@ def attend(scores: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | Non
     return attended, (total.log() + largest).squeeze(-1)
 
 
-def _factor_of_heads(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return the scale of each head, [1 or Hkv, 1, 1]; None if there is none, or one for each row."""
-    if scale is None or scale.dim() >= 3:
+def _factor_of_heads(
+    scale: torch.Tensor | None, table_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return the scale of each head, [1 or Hkv, 1, 1], or of a table whose rows have scales; None without it."""
+    if scale is not None and scale.dim() >= 3:
+        scale = table_scale
+    if scale is None:
         return None
     return scale.to(dtype).view(-1, 1, 1)
 
@@ -193,8 +200,10 @@ def _numbers(cache: torch.Tensor, scale: torch.Tensor | None, group: QueryGroup,
     if cache.dtype in KV_KINDS:
         row_scales = None
         if scale is not None and scale.dim() >= 3:
-            row_scales = scale.index_select(0, blocks)
-        stored = as_kernel_argument(cache).index_select(0, blocks).view(cache.dtype)  # PyTorch does not index int4
+            row_scales = as_kernel_argument(scale).index_select(0, blocks).view(scale.dtype)
+        stored = (
+            as_kernel_argument(cache).index_select(0, blocks).view(cache.dtype)
+        )  # as bytes, as PyTorch does not index int4
         rows = KV_KINDS[cache.dtype].decode(stored, row_scales, dtype)  # [n * L / block_size, block_size, Hkv, D]
     else:
         rows = cache.index_select(0, blocks)

@@ -9,7 +9,7 @@ import torch
 
 from ..cache.latent_cache import latent_parts
 from ..core.checks import scale_strides
-from ..core.dtypes import as_kernel_argument, has_native_e4m3
+from ..core.dtypes import as_kernel_argument, has_native_e4m3, kv_kind, scale_argument
 from ..core.ids import Sequences, check_sequences, checks_on_device
 from ..core.launch import Box, Launch, strides
 from ..core.operation import Run
@@ -58,6 +58,8 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         alibi_slopes: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
         chosen_blocks: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
         out: torch.Tensor | None = None,
@@ -76,8 +78,10 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
             "block_table_ptr": block_table,
             "sinks_ptr": None if sinks is None else sinks.contiguous(),
             "alibi_slopes_ptr": None if alibi_slopes is None else alibi_slopes.contiguous(),
-            "k_scale_ptr": k_scale,
-            "v_scale_ptr": v_scale,
+            "k_scale_ptr": scale_argument(k_scale),
+            "v_scale_ptr": scale_argument(v_scale),
+            "k_table_scale_ptr": k_table_scale,
+            "v_table_scale_ptr": v_table_scale,
             "chosen_ptr": chosen_blocks,
         }
         for launch in launches:
@@ -201,6 +205,9 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
         "HAS_WINDOW": call.window[0] < NO_LIMIT or call.chunk_size > 0,
         "CHUNK_SIZE": call.chunk_size,
         "HAS_SOFTCAP": call.softcap > 0,
+        "K_KIND": kv_kind(k_cache.dtype).name,
+        "V_KIND": kv_kind(v_cache.dtype).name,
+        "FITS_FLOAT16": kv_kind(k_cache.dtype).fits_float16 and kv_kind(v_cache.dtype).fits_float16,
     }
     if call.chosen_blocks is not None:
         return _chosen_launches(call, plan, arguments)
@@ -209,8 +216,8 @@ def _attention_launches(call: AttentionCall, plan: AttentionPlan) -> list[Launch
         "SAME_STRIDES": k_cache.stride() == v_cache.stride(),
         # Take values from the loaded keys only if both have the same padded width. With wider keys, the product of
         # weights and values would be wider, too, so values are loaded again.
-        # Values of int4 are also loaded again, because their scales may be others.
-        "SHARED_KV": call.shares_cache and width == v_width and shape.kind != "int4",
+        # Values with two numbers a byte are also loaded again, because their scales may be others.
+        "SHARED_KV": call.shares_cache and width == v_width and kv_kind(k_cache.dtype).numbers_per_element == 1,
     }
 
     def by_schedule(schedule: AttentionSchedule) -> tuple[dict[str, Any], Mapping[str, Box]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..core.compat import dot, tl, triton
-from ..core.dtypes import decode_e4m3, decode_e5m2, decode_int4
+from ..core.dtypes import decode_e4m3, decode_e5m2, decode_int4, decode_nvfp4
 from .keys import WORD_KEYS, key_slots, load_block_ids, row_offsets
 from .merge_splits import LOG2E, finite
 
@@ -49,8 +49,8 @@ class CachedRows(NamedTuple):
     stride_block: Any
     stride_slot: Any
     dim_mask: Any  # [padded elements], see `element_mask`
-    scales: Any  # pointer to the head's first scale in block 0 of an int8 or int4 cache, else None
-    group_mask: Any  # [groups of an int4 row], which have scales, or None if all do
+    scales: Any  # pointer to the head's first scale in block 0 of a cache with scales, else None
+    group_mask: Any  # [groups of a row that share a scale], which exist, or None if all do
     stride_scale_block: Any
     stride_scale_slot: Any
 
@@ -80,7 +80,7 @@ class ScoreRules(NamedTuple):
 def element_mask(WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
     """Which elements of a padded row exist, or None if all do. WIDTH, PADDED: numbers of the row."""
     mask = None
-    if WIDTH != PADDED and KIND == "int4":
+    if WIDTH != PADDED and (KIND == "int4" or KIND == "nvfp4"):
         mask = tl.arange(0, PADDED // 2) < WIDTH // 2
     elif WIDTH != PADDED:
         mask = tl.arange(0, PADDED) < WIDTH
@@ -89,11 +89,33 @@ def element_mask(WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def group_mask(WIDTH: tl.constexpr, PADDED: tl.constexpr, KIND: tl.constexpr):
-    """Which groups of 32 numbers of a padded int4 row exist, or None if all do."""
+    """Which groups of numbers of a padded row exist, or None if all do."""
+    GROUP: tl.constexpr = 16 if KIND == "nvfp4" else 32
     mask = None
-    if WIDTH != PADDED and PADDED > 32 and KIND == "int4":
-        mask = tl.arange(0, PADDED // 32) * 32 < WIDTH
+    if WIDTH != PADDED and PADDED > GROUP and (KIND == "int4" or KIND == "nvfp4"):
+        mask = tl.arange(0, PADDED // GROUP) * GROUP < WIDTH
     return mask
+
+
+@triton.jit
+def scales_of_rows(scale_ptr, kv_head, stride_head, KIND: tl.constexpr):
+    """Pointer to the first scale of a head in block 0; None if the cache holds no scales."""
+    pointer = None
+    if KIND == "int8" or KIND == "e4m3_rows" or KIND == "int4" or KIND == "nvfp4":
+        pointer = scale_ptr + kv_head.to(tl.int64) * stride_head
+    return pointer
+
+
+@triton.jit
+def scale_of_head(scale_ptr, table_scale_ptr, kv_head, stride_head, KIND: tl.constexpr):
+    """The scale that a call gives for all rows of a head, or None."""
+    scale = None
+    if KIND == "nvfp4":
+        if table_scale_ptr is not None:
+            scale = tl.load(table_scale_ptr)
+    elif scale_ptr is not None and KIND != "int8" and KIND != "e4m3_rows" and KIND != "int4":
+        scale = tl.load(scale_ptr + kv_head * stride_head)
+    return scale
 
 
 @triton.jit
@@ -113,34 +135,96 @@ def _load_rows(cached, offsets, key_mask, DIM: tl.constexpr, MASKED: tl.constexp
 
 @triton.jit
 def _load_scales(cached, block, slots, key_mask, MASKED: tl.constexpr):
-    """Load the scales [BLOCK_N] of int8 rows."""
+    """Load the scales [BLOCK_N] of rows."""
     ptrs = cached.scales + row_offsets(block, slots, cached.stride_scale_block, cached.stride_scale_slot)
     return tl.load(ptrs, mask=key_mask, other=0.0) if MASKED else tl.load(ptrs)
 
 
 @triton.jit
-def _load_int4(rows, offsets, block, slots, key_mask, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load int4 rows as float32 [BLOCK_N, DIM]; masked keys are 0, columns that do not exist are finite."""
-    GROUPS: tl.constexpr = DIM // 32 if DIM > 32 else 1
-    packed = _load_rows(rows, offsets, key_mask, DIM // 2, MASKED)
+def _load_group_scales(rows, block, slots, key_mask, GROUPS: tl.constexpr, MASKED: tl.constexpr):
+    """Load the scales [BLOCK_N, GROUPS] of groups; those of masked keys, and that do not exist, are 0."""
     starts = row_offsets(block, slots, rows.stride_scale_block, rows.stride_scale_slot)
     ptrs = rows.scales + starts[:, None] + tl.arange(0, GROUPS)[None, :]
     if MASKED and rows.group_mask is not None:
-        scales = tl.load(ptrs, mask=key_mask[:, None] & rows.group_mask[None, :], other=0.0)
+        scales = tl.load(ptrs, mask=key_mask[:, None] & rows.group_mask[None, :], other=0)
     elif MASKED:
-        scales = tl.load(ptrs, mask=key_mask[:, None], other=0.0)
+        scales = tl.load(ptrs, mask=key_mask[:, None], other=0)
     elif rows.group_mask is not None:
-        scales = tl.load(ptrs, mask=rows.group_mask[None, :], other=0.0)
+        scales = tl.load(ptrs, mask=rows.group_mask[None, :], other=0)
     else:
         scales = tl.load(ptrs)
-    return decode_int4(packed, scales)
+    return scales
 
 
 @triton.jit
-def _decode(codes, dtype: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Convert 8-bit floats to `dtype`, exact."""
-    numbers = decode_e5m2(codes) if KIND == "e5m2" else decode_e4m3(codes, NATIVE_FP8)
-    return numbers.to(dtype)
+def load_elements(
+    rows,  # CachedRows
+    block,  # from `load_block_ids`
+    slots,
+    key_mask,  # [BLOCK_N]
+    DIM: tl.constexpr,
+    KIND: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load rows [BLOCK_N, DIM]: the cache's elements, or float numbers if the cache has two numbers a byte.
+
+    Masked keys are 0. Columns that do not exist are finite.
+    """
+    offsets = row_offsets(block, slots, rows.stride_block, rows.stride_slot)
+    if KIND == "int4":
+        packed = _load_rows(rows, offsets, key_mask, DIM // 2, MASKED)
+        scales = _load_group_scales(rows, block, slots, key_mask, DIM // 32 if DIM > 32 else 1, MASKED)
+        elements = decode_int4(packed, scales)
+    elif KIND == "nvfp4":
+        packed = _load_rows(rows, offsets, key_mask, DIM // 2, MASKED)
+        scales = _load_group_scales(rows, block, slots, key_mask, DIM // 16 if DIM > 16 else 1, MASKED)
+        elements = decode_nvfp4(packed, scales, NATIVE_FP8)
+    else:
+        elements = _load_rows(rows, offsets, key_mask, DIM, MASKED)
+    return elements
+
+
+@triton.jit
+def _to_float(elements, dtype: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Convert what `load_elements` returns to `dtype`. Codes with a scale for each row are not multiplied by it."""
+    if KIND == "e5m2":
+        elements = decode_e5m2(elements)
+    elif KIND == "e4m3" or KIND == "e4m3_rows":
+        elements = decode_e4m3(elements, NATIVE_FP8)
+    return elements.to(dtype)
+
+
+@triton.jit
+def scores_and_values(
+    q,  # [BLOCK_M, HEAD_DIM_PADDED]
+    k,  # [BLOCK_N, HEAD_DIM_PADDED], from `load_elements`
+    v,  # [BLOCK_N, V_HEAD_DIM_PADDED]
+    k_rows,  # CachedRows
+    v_rows,
+    block,
+    slots,
+    key_mask,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Return q @ K^T [BLOCK_M, BLOCK_N] and V [BLOCK_N, V_HEAD_DIM_PADDED] in the dtype of q."""
+    k_scale = None
+    if K_KIND == "int8" or K_KIND == "e4m3_rows":
+        k_scale = _load_scales(k_rows, block, slots, key_mask, MASKED)
+    if V_KIND == "int8" or V_KIND == "e4m3_rows":
+        v_scale = _load_scales(v_rows, block, slots, key_mask, MASKED)
+        # Scale the values, because a small scale times the weights would leave the range of float16.
+        v = (_to_float(v, tl.float32, V_KIND, NATIVE_FP8) * v_scale[:, None]).to(q.dtype)
+    else:
+        v = _to_float(v, q.dtype, V_KIND, NATIVE_FP8)
+    k = _to_float(k, q.dtype, K_KIND, NATIVE_FP8)
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32))
+    if k_scale is not None:
+        scores *= k_scale[None, :]
+    return scores, v
 
 
 @triton.jit
@@ -156,7 +240,8 @@ def _score_block(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,
-    KIND: tl.constexpr,
+    K_KIND: tl.constexpr,
+    V_KIND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -172,26 +257,11 @@ def _score_block(
             # Values after the end may be NaN, and 0 * NaN is NaN, so a weight of 0 would not be enough.
             v = tl.where(key_mask[:, None], v, 0)
     else:
-        k_offsets = row_offsets(block, slots, k_rows.stride_block, k_rows.stride_slot)
-        v_offsets = row_offsets(block, slots, v_rows.stride_block, v_rows.stride_slot)
-        if KIND == "int4":
-            k = _load_int4(k_rows, k_offsets, block, slots, key_mask, HEAD_DIM_PADDED, MASKED).to(q.dtype)
-            v = _load_int4(v_rows, v_offsets, block, slots, key_mask, V_HEAD_DIM_PADDED, MASKED).to(q.dtype)
-        else:
-            k = _load_rows(k_rows, k_offsets, key_mask, HEAD_DIM_PADDED, MASKED)
-            v = k if v_rows.cache is None else _load_rows(v_rows, v_offsets, key_mask, V_HEAD_DIM_PADDED, MASKED)
-    if KIND == "int8":
-        k_scale = _load_scales(k_rows, block, slots, key_mask, MASKED)
-        v_scale = _load_scales(v_rows, block, slots, key_mask, MASKED)
-        # Scale the values, because a small scale times the weights would leave the range of float16.
-        v = v.to(tl.float32) * v_scale[:, None]
-        k, v = k.to(q.dtype), v.to(q.dtype)
-    elif KIND == "e4m3" or KIND == "e5m2":
-        k, v = _decode(k, q.dtype, KIND, NATIVE_FP8), _decode(v, q.dtype, KIND, NATIVE_FP8)
-    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
-    if KIND == "int8":
-        scores *= k_scale[None, :]
-    return scores, v
+        k = load_elements(k_rows, block, slots, key_mask, HEAD_DIM_PADDED, K_KIND, NATIVE_FP8, MASKED)
+        v = k
+        if v_rows.cache is not None:
+            v = load_elements(v_rows, block, slots, key_mask, V_HEAD_DIM_PADDED, V_KIND, NATIVE_FP8, MASKED)
+    return scores_and_values(q, k, v, k_rows, v_rows, block, slots, key_mask, K_KIND, V_KIND, NATIVE_FP8, MASKED)
 
 
 @triton.jit
@@ -238,7 +308,8 @@ def attend(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,  # caches are descriptors
-    KIND: tl.constexpr,  # name of a `KvKind`
+    K_KIND: tl.constexpr,  # name of a `KvKind`
+    V_KIND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
     MASKED: tl.constexpr,  # False: every row sees every key of these blocks
     NUM_STAGES: tl.constexpr,  # stages of the loop's pipeline; None for the launch's number
@@ -253,8 +324,8 @@ def attend(
         start = index * BLOCK_N
         offs_n = start + tl.arange(0, BLOCK_N)
         scores, v = _score_block(
-            q, keys, k_rows, v_rows, block, index, offs_n, acc.shape[1], KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND,
-            NATIVE_FP8, MASKED,
+            q, keys, k_rows, v_rows, block, index, offs_n, acc.shape[1], KV_BLOCK_SIZE, BLOCK_N, USE_TMA, K_KIND,
+            V_KIND, NATIVE_FP8, MASKED,
         )  # fmt: skip
         if rules.softcap is not None:
             scores = _softcapped(scores, rules.scale, rules.softcap, q.dtype)

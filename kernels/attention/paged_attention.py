@@ -14,6 +14,7 @@ from ..core.checks import (
     check_last_dim_contiguous,
     check_scale,
     check_sequences_fit,
+    check_table_scale,
     check_tensor,
     check_writable,
 )
@@ -84,6 +85,8 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     attention_chunk_size: int = 0,
     chosen_blocks: torch.Tensor | None = None,
@@ -108,8 +111,8 @@ def paged_attention(
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim], dtype of q or one of 8 or 4 bits, see
             `reshape_and_cache`, last dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h
             reads KV head h // (num_q_heads // num_kv_heads).
-        v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], same dtype, last dimension contiguous. May be a
-            view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K and V
+        v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], one of these dtypes, last dimension contiguous. May
+            be a view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K and V
             are read once.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
@@ -125,9 +128,11 @@ def paged_attention(
             al., 2023). Not scaled, as in gpt-oss. The log-sum-exp includes it.
         alibi_slopes: [num_q_heads], any float dtype (Press et al., 2021).
         k_scale, v_scale: float32, one value or [num_kv_heads]; K is k_cache * k_scale, V likewise. int8 caches need a
-            scale for each row, [num_blocks, block_size, num_kv_heads], any strides, and int4 caches bfloat16 scales
-            [num_blocks, block_size, num_kv_heads, groups]; see `reshape_and_cache`. In 16 bits, keys and values of int4
-            caches are rounded to the dtype of q after they are scaled.
+            scale for each row, [num_blocks, block_size, num_kv_heads], any strides, and so do bits8 caches. int4 caches
+            need bfloat16 scales [num_blocks, block_size, num_kv_heads, groups] and NVFP4 caches float8_e4m3fn scales;
+            see `reshape_and_cache`. In 16 bits, keys and values of int4 caches are rounded to the dtype of q after they
+            are scaled; those of NVFP4 caches are exact.
+        k_table_scale, v_table_scale: float32 [] or [1], one more scale of an NVFP4 cache; None for 1.
         mask: bool [num_tokens, at least the longest query]. False at column j hides new key j of the same sequence, for
             example the branches of a tree of draft tokens. Older keys are not masked; all other limits still apply.
         attention_chunk_size: position i sees position j only if j // attention_chunk_size equals i //
@@ -174,7 +179,8 @@ def paged_attention(
     max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
     deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
     _check_options(
-        q, k_cache, v_cache, seq_lens, max_seqlen_q, is_causal, sinks, alibi_slopes, k_scale, v_scale, mask
+        q, k_cache, v_cache, seq_lens, max_seqlen_q, is_causal, sinks, alibi_slopes, k_scale, v_scale, k_table_scale,
+        v_table_scale, mask,
     )  # fmt: skip
     has_flags = is_causal is not None
     if is_causal is None and as_bool("causal", causal):
@@ -196,6 +202,8 @@ def paged_attention(
         alibi_slopes: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         chosen_blocks: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
@@ -216,6 +224,8 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
             k_scale=k_scale,
             v_scale=v_scale,
+            k_table_scale=k_table_scale,
+            v_table_scale=v_table_scale,
             mask=mask,
             chosen_blocks=chosen_blocks,
             chosen_block_size=chosen_block_size,
@@ -246,7 +256,7 @@ def check_attention_tensors(
     _, num_q_heads, head_dim = q.shape
     cache_shape = ("num_blocks", "block_size", "num_kv_heads")
     check_cache("k_cache", k_cache, cache_shape, head_dim, (q.dtype, *KV_KINDS), q.device)
-    check_cache("v_cache", v_cache, k_cache.shape[:3], "v_head_dim", (k_cache.dtype,), q.device)
+    check_cache("v_cache", v_cache, k_cache.shape[:3], "v_head_dim", (q.dtype, *KV_KINDS), q.device)
     num_kv_heads = k_cache.shape[2]
     if num_kv_heads == 0 or num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise InvalidInputError(f"q: {num_q_heads} heads, expected a multiple of the cache's {num_kv_heads}")
@@ -293,6 +303,8 @@ def _check_options(
     alibi_slopes: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    k_table_scale: torch.Tensor | None,
+    v_table_scale: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> None:
     num_tokens, num_q_heads, _ = q.shape
@@ -304,6 +316,8 @@ def _check_options(
             check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, q.device)
     check_scale("k_scale", k_scale, k_cache)
     check_scale("v_scale", v_scale, v_cache)
+    check_table_scale("k_table_scale", k_table_scale, k_cache)
+    check_table_scale("v_table_scale", v_table_scale, v_cache)
     if mask is not None:
         check_tensor("mask", mask, (num_tokens, "longest query"), (torch.bool,), q.device)
         check_last_dim_contiguous("mask", mask)

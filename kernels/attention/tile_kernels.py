@@ -18,7 +18,16 @@ from ..core.compat import tl, triton
 from ..core.launch import wait_for_inputs
 from .keys import Window, visible_range
 from .merge_splits import Output, _clear_padding, _locate_rows, _store_rows, normalise
-from .online_softmax import CachedRows, Keys, ScoreRules, attend, element_mask, group_mask
+from .online_softmax import (
+    CachedRows,
+    Keys,
+    ScoreRules,
+    attend,
+    element_mask,
+    group_mask,
+    scale_of_head,
+    scales_of_rows,
+)
 from .plan_kernel import ITEM_SIZE
 
 
@@ -87,8 +96,10 @@ def _attention_kernel(
     is_causal_ptr,  # [num_seqs], or None
     sinks_ptr,  # [num_q_heads], or None
     alibi_slopes_ptr,  # [num_q_heads], or None
-    k_scale_ptr,  # [1] or [num_kv_heads], or None; int8, int4 caches: see `KvKind.scales_shape`
+    k_scale_ptr,  # [1] or [num_kv_heads], or None; caches with scales: see `KvKind.scales_shape`
     v_scale_ptr,
+    k_table_scale_ptr,  # [1], or None
+    v_table_scale_ptr,
     mask_ptr,  # [num_tokens, words], see pack_mask, or None
     num_tokens,
     scale,
@@ -128,7 +139,9 @@ def _attention_kernel(
     USE_TMA: tl.constexpr,
     SAME_STRIDES: tl.constexpr,  # V's strides are K's
     SHARED_KV: tl.constexpr,  # a key's first V_HEAD_DIM elements are its value
-    KIND: tl.constexpr,  # name of the caches' `KvKind`
+    K_KIND: tl.constexpr,  # name of a `KvKind`
+    V_KIND: tl.constexpr,
+    FITS_FLOAT16: tl.constexpr,  # float16 holds all numbers of the caches
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
     EDGE_STAGES: tl.constexpr,  # pipeline stages of the loops with masks, which have one or two blocks
@@ -182,14 +195,10 @@ def _attention_kernel(
     mask_ptrs = None
     if mask_ptr is not None:
         mask_ptrs = mask_ptr + tl.where(row_mask, token, first_token) * stride_mask_token
-    k_scales = None
-    v_scales = None
-    if KIND == "int8" or KIND == "int4":
-        k_scales = k_scale_ptr + kv_head.to(tl.int64) * stride_k_scale_head
-        v_scales = v_scale_ptr + kv_head.to(tl.int64) * stride_v_scale_head
-    elif k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head * stride_k_scale_head)
-    if (KIND == "e4m3" or KIND == "e5m2") and q.dtype == tl.bfloat16:
+    k_scale = scale_of_head(k_scale_ptr, k_table_scale_ptr, kv_head, stride_k_scale_head, K_KIND)
+    if k_scale is not None:
+        scale *= k_scale
+    if FITS_FLOAT16 and q.dtype == tl.bfloat16:
         q, scale = _fill_float16(q, scale)
     full_begin, full_end = _unmasked_blocks(
         begin, end, tile, q_len, seq_len, window, HAS_WINDOW, mask_ptr is not None, GROUP, BLOCK_M, BLOCK_N
@@ -201,9 +210,9 @@ def _attention_kernel(
         cache=k_cache,
         stride_block=stride_k_block,
         stride_slot=stride_k_slot,
-        dim_mask=element_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
-        scales=k_scales,
-        group_mask=group_mask(HEAD_DIM, HEAD_DIM_PADDED, KIND),
+        dim_mask=element_mask(HEAD_DIM, HEAD_DIM_PADDED, K_KIND),
+        scales=scales_of_rows(k_scale_ptr, kv_head, stride_k_scale_head, K_KIND),
+        group_mask=group_mask(HEAD_DIM, HEAD_DIM_PADDED, K_KIND),
         stride_scale_block=stride_k_scale_block,
         stride_scale_slot=stride_k_scale_slot,
     )
@@ -211,9 +220,9 @@ def _attention_kernel(
         cache=None if SHARED_KV else v_cache,
         stride_block=stride_v_block,
         stride_slot=stride_v_slot,
-        dim_mask=element_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
-        scales=v_scales,
-        group_mask=group_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, KIND),
+        dim_mask=element_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, V_KIND),
+        scales=scales_of_rows(v_scale_ptr, kv_head, stride_v_scale_head, V_KIND),
+        group_mask=group_mask(V_HEAD_DIM, V_HEAD_DIM_PADDED, V_KIND),
         stride_scale_block=stride_v_scale_block,
         stride_scale_slot=stride_v_scale_slot,
     )
@@ -233,15 +242,15 @@ def _attention_kernel(
     if HAS_WINDOW:
         acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, begin, full_begin,
-            KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True, EDGE_STAGES,
+            KV_BLOCK_SIZE, BLOCK_N, USE_TMA, K_KIND, V_KIND, NATIVE_FP8, True, EDGE_STAGES,
         )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, full_begin, full_end,
-        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, False, None,
+        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, K_KIND, V_KIND, NATIVE_FP8, False, None,
     )  # fmt: skip
     acc, row_max, row_sum = attend(
         acc, row_max, row_sum, q, keys, k_rows, v_rows, rules, full_end, end,
-        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, KIND, NATIVE_FP8, True, EDGE_STAGES,
+        KV_BLOCK_SIZE, BLOCK_N, USE_TMA, K_KIND, V_KIND, NATIVE_FP8, True, EDGE_STAGES,
     )  # fmt: skip
 
     if V_HEAD_DIM_PADDED > 256:
@@ -250,8 +259,9 @@ def _attention_kernel(
         tile = tl.load(items_ptr + item * ITEM_SIZE + 1, volatile=True)
         _, token, head, row_mask = _locate_rows(tile, offs_m, first_token, q_len, kv_head, GROUP, BLOCK_M)
     store_mask = row_mask[:, None] & v_dim_mask[None, :]
-    if v_scale_ptr is not None and KIND != "int8" and KIND != "int4":
-        acc *= tl.load(v_scale_ptr + kv_head * stride_v_scale_head)
+    v_scale = scale_of_head(v_scale_ptr, v_table_scale_ptr, kv_head, stride_v_scale_head, V_KIND)
+    if v_scale is not None:
+        acc *= v_scale
     if slot >= 0:
         out, lse = normalise(acc, row_max, row_sum, None, head, row_mask)
         partial = (slot * tl.num_programs(0) + kv_head) * BLOCK_M + offs_m

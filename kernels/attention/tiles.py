@@ -64,9 +64,9 @@ _16KB = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32, 1024: 16}
 # The same, with at most 64 keys, and with at most 32.
 _64_KEYS = {32: 64, 64: 64, 128: 64, 256: 64, 512: 32, 1024: 16}
 _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
-_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4",), ("packed", "record", "mxfp8")
+_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4", "nvfp4"), ("packed", "record", "mxfp8")
 # Kinds with scales of rows.
-_INT8 = ("int8", *_INT4)
+_INT8 = ("int8", "e4m3_rows", *_INT4)
 _FP8 = ("e4m3", "e5m2")
 _NARROW = (*_FP8, *_INT8)
 
@@ -473,6 +473,12 @@ def mla_tile(
     else:
         table = LATENTS_FLOAT32 if element_size == 4 else LATENTS
     return _choose(table, _Call(arch, rows, width, width, kind, chosen=chosen))
+
+
+def slowest_kind(k_kind: str, v_kind: str) -> str:
+    """Return the kind whose tile keys and values take: the one whose numbers take more registers."""
+    kinds = ("", *_FP8, *_INT8)
+    return kinds[max(kinds.index(k_kind), kinds.index(v_kind))]
 
 
 def query_lengths(group: int) -> tuple[int, ...]:

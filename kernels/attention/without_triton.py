@@ -54,6 +54,8 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         alibi_slopes: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
         chosen_blocks: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
@@ -91,7 +93,8 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 made[key] = groups, tensors
         results = definition.paged_attention(
             q, k_cache, v_cache, **lengths, **limits, **options, sinks=sinks, alibi_slopes=alibi_slopes,
-            k_scale=k_scale, v_scale=v_scale, groups=groups, needs_lse=return_lse, compute=torch.float32,
+            k_scale=k_scale, v_scale=v_scale, k_table_scale=k_table_scale, v_table_scale=v_table_scale, groups=groups,
+            needs_lse=return_lse, compute=torch.float32,
         )  # fmt: skip
         return _rounded(results, q.dtype, out, return_lse=return_lse)
 
@@ -100,7 +103,9 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
 
 def _takes_int4(call: AttentionCall) -> bool:
     """Return whether a numba kernel reads the call's int4 caches."""
-    if call.chosen_blocks is not None or kv_kind(call.k_cache.dtype).name != "int4":
+    if call.chosen_blocks is not None or call.k_cache.dtype != call.v_cache.dtype:
+        return False
+    if kv_kind(call.k_cache.dtype).name != "int4":
         return False
     if not takes_numba(call.q, weights=(call.sinks, call.alibi_slopes)):
         return False

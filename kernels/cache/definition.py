@@ -25,17 +25,23 @@ def reshape_and_cache(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both caches [num_blocks, block_size, num_kv_heads, head_dim] with the numbers of `KvKind` in their slots.
 
-    int8 codes are returned times their scales.
+    Codes are returned times the scales in the cache.
     """
     written = []
-    for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+    for rows, cache, scale, table_scale in (
+        (key, k_cache, k_scale, k_table_scale),
+        (value, v_cache, v_scale, v_table_scale),
+    ):
         kind = kv_kind(cache.dtype)
         numbers = kind.decode(cache, scale, compute)
-        written.append(with_rows(numbers, slot_mapping, kind.numbers(rows, scale, compute)))
+        divisor = table_scale if kind.has_scales else scale
+        written.append(with_rows(numbers, slot_mapping, kind.numbers(rows, divisor, compute)))
     return written[0], written[1]
 
 
@@ -55,6 +61,8 @@ def qk_norm_rope_and_cache(
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `norm_and_rotate` of q, and both caches after `reshape_and_cache` of `norm_and_rotate` of k, and of v."""
@@ -67,8 +75,9 @@ def qk_norm_rope_and_cache(
         compute=compute,
     )
     caches = reshape_and_cache(
-        rotate(k, k_weight), v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, compute=compute
-    )
+        rotate(k, k_weight), v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale,
+        k_table_scale=k_table_scale, v_table_scale=v_table_scale, compute=compute,
+    )  # fmt: skip
     return rotate(q, q_weight), *caches
 
 
@@ -198,18 +207,24 @@ def write(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
 ) -> None:
     """`kernels.cache.reshape_and_cache` for rows of any float dtype. It raises before it writes."""
     parts = []
-    for rows, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
+    for rows, cache, scale, table_scale in (
+        (key, k_cache, k_scale, k_table_scale),
+        (value, v_cache, v_scale, v_table_scale),
+    ):
         if scale is None and cache.dtype not in KV_KINDS:
             parts.append((cache, rows.to(cache.dtype)))
             continue
-        codes, row_scales = kv_kind(cache.dtype).encode(rows, scale)
+        kind = kv_kind(cache.dtype)
+        codes, row_scales = kind.encode(rows, table_scale if kind.has_scales else scale)
         # As bytes: not every device indexes 8-bit floats.
         parts.append((as_kernel_argument(cache), as_kernel_argument(codes)))
         if scale is not None and row_scales is not None:
-            parts.append((scale, row_scales))
+            parts.append((as_kernel_argument(scale), as_kernel_argument(row_scales)))
     write_rows(slot_mapping, *parts)
 
 
@@ -229,6 +244,8 @@ def write_rotated(
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.cache.qk_norm_rope_and_cache`. It raises before it writes."""
     rotate = functools.partial(
@@ -240,7 +257,10 @@ def write_rotated(
         compute=torch.float32,
     )
     rotated_q, rotated_k = rotate(q, q_weight), rotate(k, k_weight)
-    write(rotated_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    write(
+        rotated_k, v, k_cache, v_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale, k_table_scale=k_table_scale,
+        v_table_scale=v_table_scale,
+    )  # fmt: skip
     return q.copy_(rotated_q)
 
 

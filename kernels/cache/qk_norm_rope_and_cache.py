@@ -9,7 +9,7 @@ import torch
 from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
 from ..core.compat import tl, triton
 from ..core.device import takes_numba, use_triton
-from ..core.dtypes import kv_kind
+from ..core.dtypes import as_kernel_argument, kv_kind, scale_argument
 from ..core.errors import InvalidInputError, as_bool
 from ..core.ids import check_all_ids, checks_ids
 from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
@@ -64,7 +64,8 @@ def _qk_norm_rope_and_cache_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    KIND: tl.constexpr,  # name of a `KvKind`
+    K_KIND: tl.constexpr,  # name of a `KvKind`
+    V_KIND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
     """Process BLOCK_HEADS heads of a token: the first programs take the query, the others key and value."""
@@ -88,12 +89,12 @@ def _qk_norm_rope_and_cache_kernel(
             k_row_ptr = k_cache_ptr + slot_offset(slot, stride_k_cache_block, stride_k_cache_slot, KV_BLOCK_SIZE)
             k_scale_ptrs = scale_pointers(
                 k_scale_ptr, slot, heads, stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head,
-                KV_BLOCK_SIZE, KIND,
+                KV_BLOCK_SIZE, K_KIND,
             )  # fmt: skip
             rotate_heads(
                 k_ptr + token * stride_k_token + heads * stride_k_head, k_row_ptr + heads * stride_k_cache_head,
                 in_heads, k_weight_ptr, cos_sin_ptr, k_scale_ptrs, eps, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_PAIRS,
-                BLOCK_REST, KIND, NATIVE_FP8,
+                BLOCK_REST, K_KIND, NATIVE_FP8,
             )  # fmt: skip
             dims = tl.arange(0, BLOCK_V)[None, :]
             mask = in_heads & (dims < V_HEAD_DIM)
@@ -101,10 +102,10 @@ def _qk_norm_rope_and_cache_kernel(
             v_row_ptr = v_cache_ptr + slot_offset(slot, stride_v_cache_block, stride_v_cache_slot, KV_BLOCK_SIZE)
             v_scale_ptrs = scale_pointers(
                 v_scale_ptr, slot, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head,
-                KV_BLOCK_SIZE, KIND,
+                KV_BLOCK_SIZE, V_KIND,
             )  # fmt: skip
             v_ptrs = v_row_ptr + heads * stride_v_cache_head
-            store_rows(value, v_ptrs, v_scale_ptrs, in_heads, V_HEAD_DIM, KIND, NATIVE_FP8)
+            store_rows(value, v_ptrs, v_scale_ptrs, None, in_heads, V_HEAD_DIM, V_KIND, NATIVE_FP8)
 
 
 @operation(
@@ -126,6 +127,8 @@ def qk_norm_rope_and_cache(
     interleaved: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
 ) -> Run[torch.Tensor]:
     """Apply `rms_norm` to every head of q and k, then `rotary_embedding` and `reshape_and_cache`, in one pass.
 
@@ -135,7 +138,7 @@ def qk_norm_rope_and_cache(
     Args:
         q: [num_tokens, num_q_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous.
         k, v: [num_tokens, num_kv_heads, head_dim], dtype of q, last dimension contiguous; v may have another head_dim.
-        k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `reshape_and_cache`.
+        k_cache, v_cache, slot_mapping, k_scale, v_scale, k_table_scale, v_table_scale: as in `reshape_and_cache`.
         positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
         q_weight, k_weight: [head_dim], weights of the norms; both None for models without these norms.
         eps: added to the mean square of a head; at least 0.
@@ -145,7 +148,7 @@ def qk_norm_rope_and_cache(
             position is out of range. On a GPU slots and positions are checked only with PAGED_CHECK=1.
         UnsupportedError: an argument requires a gradient.
     """
-    write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write = CacheWrite(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_table_scale, v_table_scale)
     eps, interleaved = check_eps(eps), as_bool("interleaved", interleaved)
     write.check("k", "v")
     num_tokens, _, head_dim = k.shape
@@ -160,11 +163,10 @@ def qk_norm_rope_and_cache(
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
     by_triton = use_triton(q)
     checks = by_triton and checks_ids(q)
-    is_bytes = kv_kind(k_cache.dtype).is_bytes
     launch: Compute | None = None
     if by_triton and num_tokens * (q.shape[1] + k.shape[1]) * head_dim == 0:
         launch = nothing
-    elif by_triton and kv_kind(k_cache.dtype).group_size:
+    elif by_triton and (kv_kind(k_cache.dtype).group_size or kv_kind(v_cache.dtype).group_size):
         launch = _packed_launches(q, write, cos_sin_cache, eps, interleaved)
     elif by_triton:
         launch = _launch_for(q, write, cos_sin_cache, eps, interleaved)
@@ -189,12 +191,12 @@ def qk_norm_rope_and_cache(
         k_weight: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
         if checks:
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=True)
-        if is_bytes:
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         if q_weight is not None:
             q_weight = q_weight.contiguous()
         if k_weight is not None:
@@ -203,11 +205,13 @@ def qk_norm_rope_and_cache(
             "q_ptr": q,
             "k_ptr": k,
             "v_ptr": v,
-            "k_cache_ptr": k_cache,
-            "v_cache_ptr": v_cache,
+            "k_cache_ptr": as_kernel_argument(k_cache),
+            "v_cache_ptr": as_kernel_argument(v_cache),
             "slot_mapping_ptr": slot_mapping.contiguous(),
-            "k_scale_ptr": k_scale,
-            "v_scale_ptr": v_scale,
+            "k_scale_ptr": scale_argument(k_scale),
+            "v_scale_ptr": scale_argument(v_scale),
+            "k_table_scale_ptr": k_table_scale,
+            "v_table_scale_ptr": v_table_scale,
             "positions_ptr": positions.contiguous(),
             "cos_sin_cache_ptr": cos_sin_cache,
             "q_weight_ptr": q_weight,

@@ -6,7 +6,7 @@ import torch
 
 from ..core.compat import tl, triton
 from ..core.device import use_triton
-from ..core.dtypes import as_kernel_argument
+from ..core.dtypes import as_kernel_argument, scale_argument
 from ..core.ids import check_all_ids, checks_ids
 from ..core.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
 from ..core.operation import Run, operation
@@ -18,13 +18,14 @@ from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, scale_pointers, slot
 def _reshape_and_cache_kernel(
     key_ptr,  # [num_tokens, NUM_HEADS, HEAD_DIM]
     value_ptr,  # [num_tokens, NUM_HEADS, V_HEAD_DIM]
-    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM], with int4 HEAD_DIM / 2 bytes a row
+    k_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, HEAD_DIM], HEAD_DIM / 2 bytes a row with two numbers a byte
     v_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, V_HEAD_DIM], as k_cache_ptr
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
-    # float32, one value or [NUM_HEADS], or None; with int8 [num_blocks, KV_BLOCK_SIZE, NUM_HEADS]; with int4 bfloat16
-    # [num_blocks, KV_BLOCK_SIZE, NUM_HEADS, groups]
+    # float32, one value or [NUM_HEADS], or None; for caches with scales see `KvKind.scales_shape`
     k_scale_ptr,
     v_scale_ptr,  # as k_scale_ptr
+    k_table_scale_ptr,  # float32 [1], or None
+    v_table_scale_ptr,
     num_tokens,
     stride_key_token,
     stride_key_head,
@@ -48,7 +49,8 @@ def _reshape_and_cache_kernel(
     KV_BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,  # at least HEAD_DIM and V_HEAD_DIM
-    KIND: tl.constexpr,  # name of a `KvKind`
+    K_KIND: tl.constexpr,  # name of a `KvKind`
+    V_KIND: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):
     """Copy BLOCK_ROWS rows a program. A row is one head of one token."""
@@ -66,13 +68,13 @@ def _reshape_and_cache_kernel(
     k_ptrs = k_cache_ptr + k_offsets + heads * stride_k_cache_head
     v_ptrs = v_cache_ptr + v_offsets + heads * stride_v_cache_head
     k_scale_ptrs = scale_pointers(
-        k_scale_ptr, slots, heads, stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head, KV_BLOCK_SIZE, KIND
+        k_scale_ptr, slots, heads, stride_k_scale_block, stride_k_scale_slot, stride_k_scale_head, KV_BLOCK_SIZE, K_KIND
     )
     v_scale_ptrs = scale_pointers(
-        v_scale_ptr, slots, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head, KV_BLOCK_SIZE, KIND
+        v_scale_ptr, slots, heads, stride_v_scale_block, stride_v_scale_slot, stride_v_scale_head, KV_BLOCK_SIZE, V_KIND
     )
-    store_rows(key, k_ptrs, k_scale_ptrs, slots >= 0, HEAD_DIM, KIND, NATIVE_FP8)
-    store_rows(value, v_ptrs, v_scale_ptrs, slots >= 0, V_HEAD_DIM, KIND, NATIVE_FP8)
+    store_rows(key, k_ptrs, k_scale_ptrs, k_table_scale_ptr, slots >= 0, HEAD_DIM, K_KIND, NATIVE_FP8)
+    store_rows(value, v_ptrs, v_scale_ptrs, v_table_scale_ptr, slots >= 0, V_HEAD_DIM, V_KIND, NATIVE_FP8)
 
 
 @operation(mutates=("k_cache", "v_cache", *SCALE_CACHES), **WRITES_SCALES)
@@ -85,6 +87,8 @@ def reshape_and_cache(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    k_table_scale: torch.Tensor | None = None,
+    v_table_scale: torch.Tensor | None = None,
 ) -> Run[None]:
     """Write row t of key and value to slot slot_mapping[t] of the caches, in the caches' dtype.
 
@@ -93,31 +97,39 @@ def reshape_and_cache(
     e5m2.
 
     In an int8 cache each row (one head of one token) gets its own scale: its largest magnitude / 127, or NaN if the row
-    holds NaN or infinity. Magnitudes below 2^-100 may read back smaller.
+    holds NaN or infinity. Magnitudes below 2^-100 may read back smaller. So does it in a `torch.bits8` cache, which
+    holds e4m3fn codes: its largest magnitude / 448.
 
     In an int4 cache 32 numbers of a row share a scale: their number of largest magnitude / -8, rounded towards 0, or
     NaN if one of them is NaN or infinite. A number is (nibble - 8) * scale. Number 2i is in the low bits of element i,
     number 2i + 1 in the high bits.
 
+    An NVFP4 cache holds e2m1 numbers in this order. Rows are divided by the table scale, and 16 numbers share an e4m3fn
+    scale: their largest magnitude / 6, at most 448, or NaN. Below 2^-10 the scale and its numbers become 0.
+
     Args:
         key, value: [num_tokens, num_kv_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous. Their
             head_dim may differ.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] of key and value, both float32, float16,
-            bfloat16, float8_e4m3fn, float8_e5m2 or int8; any strides with the last dimension contiguous. int4 caches
-            are `torch.bits4x2` [..., head_dim / 2]; head_dim is even.
+            bfloat16, float8_e4m3fn, float8_e5m2, int8 or bits8; any strides with the last dimension contiguous. int4
+            caches are `torch.bits4x2` [..., head_dim / 2], NVFP4 caches `torch.float4_e2m1fn_x2` likewise; head_dim is
+            even. Their dtypes may differ.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
             distinct.
         k_scale, v_scale: a stored value times its scale is the original value. float32, above 0: [] or [1] for all
-            heads, or [num_kv_heads]; None for 1. With int8 they are required and written: float32 [num_blocks,
-            block_size, num_kv_heads], any strides. So they are with int4: bfloat16 [num_blocks, block_size,
-            num_kv_heads, head_dim / 32], rounded up, last dimension contiguous.
+            heads, or [num_kv_heads]; None for 1. With int8 and bits8 they are required and written: float32
+            [num_blocks, block_size, num_kv_heads], any strides. So they are with int4: bfloat16 [num_blocks,
+            block_size, num_kv_heads, head_dim / 32], rounded up, last dimension contiguous; with NVFP4: float8_e4m3fn
+            [..., head_dim / 16].
+        k_table_scale, v_table_scale: float32 [] or [1], above 0, for NVFP4 caches only; None for 1. The largest
+            magnitude / 2688 lets the scales of groups span all e4m3 numbers.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a slot lies beyond the caches. On a GPU
             slots are checked only with PAGED_CHECK=1.
         UnsupportedError: an argument requires a gradient.
     """
-    write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_table_scale, v_table_scale)
     write.check()
     if not use_triton(key):
         return definition.write
@@ -133,6 +145,8 @@ def reshape_and_cache(
         *,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
     ) -> None:
         if checks:
             check_all_ids("reshape_and_cache", slots_of(slot_mapping, k_cache), by_triton=True)
@@ -143,8 +157,10 @@ def reshape_and_cache(
                 "k_cache_ptr": as_kernel_argument(k_cache),
                 "v_cache_ptr": as_kernel_argument(v_cache),
                 "slot_mapping_ptr": slot_mapping.contiguous(),
-                "k_scale_ptr": k_scale,
-                "v_scale_ptr": v_scale,
+                "k_scale_ptr": scale_argument(k_scale),
+                "v_scale_ptr": scale_argument(v_scale),
+                "k_table_scale_ptr": k_table_scale,
+                "v_table_scale_ptr": v_table_scale,
             }
         )
 

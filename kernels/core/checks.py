@@ -153,6 +153,18 @@ def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> N
         raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [], [1] or [{num_kv_heads}]")
 
 
+def check_table_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:
+    """Raise InvalidInputError unless `scale` is None, or one float32 value beside a cache that takes it."""
+    if scale is None:
+        return
+    kind = kv_kind(cache.dtype)
+    if not kind.has_table_scale:
+        raise InvalidInputError(f"{name}: a tensor beside a cache of {cache.dtype}, expected None")
+    check_tensor(name, scale, None, (torch.float32,), cache.device)
+    if scale.dim() > 1 or scale.numel() != 1:
+        raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [] or [1]")
+
+
 def check_cache(
     name: str,
     cache: torch.Tensor,

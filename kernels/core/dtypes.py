@@ -10,7 +10,13 @@ int4 packs two neighbours in a byte, the first in its low bits: code + 8, for co
 bfloat16 scale. A scale has the sign that makes the number of largest magnitude -8 times the scale, as in llama.cpp's
 q4_0. PyTorch's dtype for such bytes is `bits4x2`: it can be copied and viewed, but not indexed or computed with.
 
-Kernels take 8-bit floats and int4 as bytes. Chips from sm_89 on convert two 8-bit floats in one instruction. Everywhere
+nvfp4 packs e2m1 numbers likewise: a sign, 2 exponent bits, 1 mantissa bit (OCP Microscaling Formats, 2023). 16 numbers
+share an e4m3 scale, their largest magnitude / 6, and a table may have a float32 scale for all its numbers.
+
+fp8_per_token_head is e4m3 with a float32 scale for each row, its largest magnitude / 448. PyTorch's dtype for such codes
+is `bits8`, as `float8_e4m3fn` is a cache without scales of rows.
+
+Kernels take 8-bit floats and two numbers a byte as bytes. Chips from sm_89 on convert two 8-bit floats in one instruction. Everywhere
 else integer arithmetic gives the same bits, also in Triton's interpreter, whose own 8-bit types cannot be trusted.
 """
 
@@ -40,6 +46,8 @@ class KvKind:
         group_size: numbers of a row that share a scale in the cache, 0 for the whole row. None if the cache has no
             scales; a call may then give one scale for all numbers or one for each head.
         scale_dtype: dtype of the scales in the cache.
+        has_table_scale: whether a call may give one more scale, for all numbers of a cache with scales.
+        fits_float16: whether float16 holds all numbers of a cache without the scales that a call gives.
     """
 
     dtype: torch.dtype
@@ -49,6 +57,8 @@ class KvKind:
     numbers_per_element: int = 1
     group_size: int | None = None
     scale_dtype: torch.dtype = torch.float32
+    has_table_scale: bool = False
+    fits_float16: bool = False
 
     @property
     def has_scales(self) -> bool:
@@ -83,7 +93,7 @@ class KvKind:
         """Return what `encode` rounds, rows / scale, in the dtype `compute`.
 
         rows: [..., num_kv_heads, width].
-        scale: divides the rows, one value or [num_kv_heads]; None for 1.
+        scale: divides the rows, one value or [num_kv_heads]; None for 1. It is not one of the scales in the cache.
         """
         rows = rows.to(compute)
         if scale is None:
@@ -107,29 +117,48 @@ class _Float8(KvKind):
         return super().numbers(rows, scale, compute).clamp(-largest, largest)
 
 
-class _Int8(KvKind):
+class _ScaledRows(KvKind):
+    """Codes with a scale for each row, which is NaN if the row is not finite. largest_code: see `encode`."""
+
+    largest_code = 127.0
+
     def numbers(self, rows: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype) -> torch.Tensor:
         """Return the codes times the scales of `encode` without its rounding: rows, or NaN if a row is not finite."""
         rows = rows.to(compute)
         return rows + (rows * 0.0).sum(-1, keepdim=True)
 
     def encode(self, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Divide each row by its scale, its largest magnitude / 127: float32 [..., num_kv_heads].
+        """Divide each row by its scale, its largest magnitude / `largest_code`: float32 [..., num_kv_heads].
 
-        The scale is NaN if the row holds NaN or infinity, because int8 codes cannot express it.
+        The scale is NaN if the row holds NaN or infinity, because codes need not express it.
         """
         wide = rows.float()
         largest, not_finite = wide.abs().amax(-1), (wide * 0.0).sum(-1)
-        inverse = 127.0 / largest.clamp(min=SMALLEST)
-        codes = (wide * inverse.unsqueeze(-1)).round().clamp(-127, 127).to(self.dtype)
-        return codes, largest / 127.0 + not_finite
+        inverse = self.largest_code / largest.clamp(min=SMALLEST)
+        codes = self._rounded((wide * inverse.unsqueeze(-1)).clamp(-self.largest_code, self.largest_code))
+        return codes, largest / self.largest_code + not_finite
+
+    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.round().to(self.dtype)
 
     def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         assert scales is not None
         return rows.to(dtype).mul_(scales.unsqueeze(-1))
 
 
-class _Int4(KvKind):
+class _ScaledFloat8(_ScaledRows):
+    largest_code = 448.0
+
+    def _rounded(self, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.to(torch.float8_e4m3fn).view(self.dtype)
+
+    def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        return super().decode(rows.view(torch.float8_e4m3fn), scales, dtype)
+
+
+class _Groups(KvKind):
+    """Two numbers a byte, and a scale for `group_size` numbers of a row, which is NaN if one of them is not finite."""
+
     def _groups(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [..., width] in groups that share a scale, [..., groups, group_size], padded with 0."""
         assert self.group_size
@@ -143,6 +172,25 @@ class _Int4(KvKind):
         groups = groups + (groups * 0.0).sum(-1, keepdim=True)
         return groups.flatten(-2)[..., : rows.shape[-1]]
 
+    def _packed(self, codes: torch.Tensor, width: int) -> torch.Tensor:
+        """Return codes [..., groups, group_size] from 0 to 15 as rows of `width` numbers, two in each element."""
+        codes = codes.to(torch.uint8).flatten(-2)[..., :width]
+        packed = codes[..., 0::2] | codes[..., 1::2] << 4
+        return packed.view(self.dtype)
+
+    def _unpacked(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the codes of rows, uint8 [..., width]."""
+        packed = rows.view(torch.uint8)
+        return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+    def _scaled(self, numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+        """Return numbers [..., width] times the scales of their groups."""
+        assert scales is not None
+        scaled = self._groups(numbers) * scales.to(numbers.dtype).unsqueeze(-1)
+        return scaled.flatten(-2)[..., : numbers.shape[-1]]
+
+
+class _Int4(_Groups):
     def encode(self, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Divide each group by its scale, its number of largest magnitude / -8: bfloat16 [..., num_kv_heads, groups].
 
@@ -155,23 +203,56 @@ class _Int4(KvKind):
         scales = ((extreme * -0.125).view(torch.int32) & -65536).view(torch.float32)
         inverse = torch.where(scales.abs() < SMALLEST, torch.inf, scales).reciprocal()
         codes = (groups * inverse.unsqueeze(-1)).round().clamp(-8, 7).nan_to_num(0.0)
-        codes = (codes + 8).to(torch.uint8).flatten(-2)[..., : rows.shape[-1]]
-        packed = codes[..., 0::2] | codes[..., 1::2] << 4
-        return packed.view(self.dtype), scales.to(self.scale_dtype)
+        return self._packed(codes + 8, rows.shape[-1]), scales.to(self.scale_dtype)
 
     def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        assert scales is not None
-        packed = rows.view(torch.uint8)
-        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-        groups = self._groups(codes.to(dtype).sub_(8))
-        return (groups * scales.to(dtype).unsqueeze(-1)).flatten(-2)[..., : codes.shape[-1]]
+        return self._scaled(self._unpacked(rows).to(dtype).sub_(8), scales)
+
+
+class _Nvfp4(_Groups):
+    def numbers(self, rows: torch.Tensor, scale: torch.Tensor | None, compute: torch.dtype) -> torch.Tensor:
+        """Return rows / scale, NaN in groups that are not finite. Larger magnitudes become 448 * 6."""
+        return super().numbers(KvKind.numbers(self, rows, scale, compute), None, compute).clamp(-2688.0, 2688.0)
+
+    def encode(self, rows: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Divide each group of rows / scale by the e4m3 number next to its largest magnitude / 6, or by 448.
+
+        Groups whose e4m3 scale is 0 become 0.
+        """
+        groups = self._groups(KvKind.numbers(self, rows, scale, torch.float32))
+        largest = groups.abs().amax(-1) * (1.0 / 6.0) + (groups * 0.0).sum(-1)
+        scales = largest.clamp(max=448.0).to(self.scale_dtype)
+        inverse = torch.where(scales.float() == 0, torch.inf, scales.float()).reciprocal()
+        numbers = groups * inverse.unsqueeze(-1)
+        # Codes rise with magnitudes, so the boundaries below a magnitude are its code. Ties go to even codes.
+        boundaries = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=rows.device)
+        boundaries[1::2] = boundaries[1::2].nextafter(boundaries.new_zeros(()))
+        codes = torch.bucketize(numbers.abs(), boundaries) + 8 * numbers.signbit()
+        return self._packed(codes, rows.shape[-1]), scales
+
+    def decode(self, rows: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=dtype, device=rows.device)
+        numbers = torch.cat([table, -table])[self._unpacked(rows).int()]
+        return self._scaled(numbers, scales)
 
 
 _ROWS = (
-    _Float8(torch.float8_e4m3fn, "e4m3", ("fp8", "fp8_e4m3", "float8_e4m3fn"), is_bytes=True),
-    _Float8(torch.float8_e5m2, "e5m2", ("fp8_e5m2", "float8_e5m2"), is_bytes=True),
-    _Int8(torch.int8, "int8", ("int8",), group_size=0),
+    _Float8(torch.float8_e4m3fn, "e4m3", ("fp8", "fp8_e4m3", "float8_e4m3fn"), is_bytes=True, fits_float16=True),
+    _Float8(torch.float8_e5m2, "e5m2", ("fp8_e5m2", "float8_e5m2"), is_bytes=True, fits_float16=True),
+    _ScaledRows(torch.int8, "int8", ("int8",), group_size=0),
+    _ScaledFloat8(torch.bits8, "e4m3_rows", ("fp8_per_token_head",), is_bytes=True, group_size=0),
     _Int4(torch.bits4x2, "int4", ("int4",), True, numbers_per_element=2, group_size=32, scale_dtype=torch.bfloat16),
+    _Nvfp4(
+        torch.float4_e2m1fn_x2,
+        "nvfp4",
+        ("nvfp4",),
+        is_bytes=True,
+        numbers_per_element=2,
+        group_size=16,
+        scale_dtype=torch.float8_e4m3fn,
+        has_table_scale=True,
+        fits_float16=True,
+    ),  # fmt: skip
 )
 # Kinds by dtype. Any other dtype holds plain numbers. To add a kind, see `docs/architecture.md`.
 KV_KINDS: dict[torch.dtype, KvKind] = {kind.dtype: kind for kind in _ROWS}
@@ -244,11 +325,18 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
 
 
 def as_kernel_argument(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a cache or weights as kernels take them: 8-bit floats and int4 as bytes, with the same shape."""
+    """Return a tensor as kernels take it: 8-bit floats and two numbers a byte as bytes, with the same shape."""
     kind = KV_KINDS.get(tensor.dtype)
     if kind is not None and kind.is_bytes:
         return tensor.view(torch.uint8)
     return tensor
+
+
+def scale_argument(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the scales of a cache as kernels take them."""
+    if scale is None:
+        return None
+    return as_kernel_argument(scale)
 
 
 def has_native_e4m3(device: torch.device) -> bool:
@@ -278,15 +366,16 @@ def load_inverse_scale(scale_ptrs, mask):
 
 
 @triton.jit
-def store_row_scales(scale_ptrs, largest, not_finite, mask):
-    """Store the scales of int8 rows, largest / 127, and return the factor that rows are multiplied by.
+def store_row_scales(scale_ptrs, largest, not_finite, mask, KIND: tl.constexpr):
+    """Store the scales of rows, largest / 127, or / 448 for e4m3, and return the factor that rows are multiplied by.
 
     largest: the largest magnitude of each row.
     not_finite: the sum of a row's values times 0. It is NaN if a value is infinite or NaN, and then makes the scale
     NaN, because int8 codes cannot express it.
     """
-    tl.store(scale_ptrs, largest / 127.0 + not_finite, mask=mask)
-    return 127.0 / tl.maximum(largest, _SMALLEST)
+    LARGEST: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    tl.store(scale_ptrs, largest / LARGEST + not_finite, mask=mask)
+    return LARGEST / tl.maximum(largest, _SMALLEST)
 
 
 @triton.jit
@@ -322,6 +411,47 @@ def decode_int4(packed, scales):
 
 
 @triton.jit
+def encode_nvfp4(x, scale_ptrs, inverse_scale, row_mask, WIDTH: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """The bytes [rows, dims / 2] of rows x [rows, dims] in float32, and stores the e4m3 scales of their groups.
+
+    x: 0 from column WIDTH on.
+    scale_ptrs: [rows, 1], the first scale of each row, as bytes.
+    inverse_scale: multiplies x; None for 1.
+    """
+    GROUP: tl.constexpr = 16 if x.shape[1] > 16 else x.shape[1]
+    NUM_GROUPS: tl.constexpr = x.shape[1] // GROUP
+    if inverse_scale is not None:
+        x = x * inverse_scale
+    groups = x.reshape(x.shape[0], NUM_GROUPS, GROUP)
+    largest = tl.max(tl.abs(groups), axis=2) * (1.0 / 6.0) + tl.sum(groups * 0.0, axis=2)
+    scale_codes = encode_e4m3(largest, NATIVE_FP8)
+    index = tl.arange(0, NUM_GROUPS)[None, :]
+    tl.store(scale_ptrs + index, scale_codes, mask=row_mask & (index * GROUP < WIDTH))
+    scales = decode_e4m3(scale_codes, NATIVE_FP8).to(tl.float32)
+    inverse = 1.0 / tl.where(scales == 0.0, float("inf"), scales)
+    codes = _encode(groups * inverse[:, :, None], 1, 1, 7).to(tl.int32)
+    codes = (codes & 7) | ((codes >> 4) & 8)  # the sign to the highest of four bits
+    first, second = tl.split(codes.reshape(x.shape[0], x.shape[1] // 2, 2))
+    return (first | second << 4).to(tl.uint8)
+
+
+@triton.jit
+def decode_nvfp4(packed, scale_codes, NATIVE_FP8: tl.constexpr):
+    """The float16 numbers [rows, dims] of bytes [rows, dims / 2], exact. scale_codes: e4m3 as bytes [rows, groups].
+
+    The three lowest bits of a code move to exponent and mantissa of a float16, also those of the subnormal 0.5. Its
+    bias is larger by 14. A product has 6 bits, and is 2^-10 to 2688.
+    """
+    DIM: tl.constexpr = 2 * packed.shape[1]
+    wide = packed.to(tl.uint16)
+    first = ((wide << 12) & 0x8000) | ((wide << 9) & 0x0E00)
+    second = ((wide << 8) & 0x8000) | ((wide << 5) & 0x0E00)
+    numbers = tl.join(first, second).reshape(packed.shape[0], DIM).to(tl.float16, bitcast=True) * 16384.0
+    groups = numbers.reshape(packed.shape[0], scale_codes.shape[1], DIM // scale_codes.shape[1])
+    return (groups * decode_e4m3(scale_codes, NATIVE_FP8)[:, :, None]).reshape(packed.shape[0], DIM)
+
+
+@triton.jit
 def cast_to_cache(x, inverse_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
     """x times inverse_scale, if there is one, in a cache's dtype and kind.
 
@@ -329,7 +459,7 @@ def cast_to_cache(x, inverse_scale, DTYPE: tl.constexpr, KIND: tl.constexpr, NAT
     """
     if inverse_scale is not None:
         x = x.to(tl.float32) * inverse_scale
-    if KIND == "e4m3":
+    if KIND == "e4m3" or KIND == "e4m3_rows":
         x = encode_e4m3(x.to(tl.float32), NATIVE_FP8)
     elif KIND == "e5m2":
         x = encode_e5m2(x.to(tl.float32), NATIVE_FP8)

@@ -30,7 +30,7 @@ def rotate_heads(
     in_heads,  # [BLOCK_HEADS, 1], which of the heads exist
     weight_ptr,  # [HEAD_DIM], weight of the RMS norm before the rotation, or None
     cos_sin_ptr,  # [ROTARY_DIM], cosines and sines of the token's position
-    scale_ptrs,  # [BLOCK_HEADS, 1], scales that divide the result; int8 writes them; or None
+    scale_ptrs,  # [BLOCK_HEADS, 1], scales that divide the result; int8 and e4m3_rows write them; or None
     eps,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -48,7 +48,7 @@ def rotate_heads(
     first = pairs * 2 if INTERLEAVED else pairs
     second = first + 1 if INTERLEAVED else pairs + HALF
     inverse_scale = None
-    if KIND != "int8":
+    if KIND != "int8" and KIND != "e4m3_rows":
         inverse_scale = load_inverse_scale(scale_ptrs, in_heads)
     mask = in_heads & in_pairs[None, :]
     # Neighbours are loaded and stored together: by themselves, first and second elements would each touch every sector.
@@ -79,13 +79,13 @@ def rotate_heads(
     cos = tl.load(cos_sin_ptr + pairs, mask=in_pairs, other=0.0)[None, :]
     sin = tl.load(cos_sin_ptr + HALF + pairs, mask=in_pairs, other=0.0)[None, :]
     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    if KIND == "int8":
+    if KIND == "int8" or KIND == "e4m3_rows":
         largest = tl.max(tl.maximum(tl.abs(y1), tl.abs(y2)), axis=1)
         not_finite = tl.sum((y1 + y2) * 0.0, axis=1)
         if HEAD_DIM > ROTARY_DIM:
             largest = tl.maximum(largest, tl.max(tl.abs(x3), axis=1))
             not_finite += tl.sum(x3 * 0.0, axis=1)
-        inverse_scale = store_row_scales(scale_ptrs, largest[:, None], not_finite[:, None], in_heads)
+        inverse_scale = store_row_scales(scale_ptrs, largest[:, None], not_finite[:, None], in_heads, KIND)
     if INTERLEAVED:
         y = tl.join(y1, y2).reshape(y1.shape[0], 2 * BLOCK_PAIRS)
         tl.store(out_ptrs + neighbours, cast_to_cache(y, inverse_scale, OUT, KIND, NATIVE_FP8), mask=in_neighbours)
