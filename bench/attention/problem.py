@@ -34,7 +34,9 @@ class Problem:
     sinks: bool = False
     alibi: bool = False
     cache_dtype: torch.dtype | None = None  # None: the dtype of q
-    scales: str = ""  # "tensor": one scale of K and one of V; "head": one per KV head; int8 always has one per row
+    v_cache_dtype: torch.dtype | None = None  # None: the dtype of keys
+    # "tensor": one scale of K and one of V; "head": one per KV head; "table": the same for caches with scales.
+    scales: str = ""
     tree: bool = False  # a random mask over the new keys; each query sees itself
     deterministic: bool = False
     # (positions of a chosen block, entries of a row): random blocks, in disorder among entries of -1; (0, 0): all keys.
@@ -57,10 +59,10 @@ class Tensors:
 
 @dataclass(frozen=True)
 class ScaledTensors(Tensors):
-    """The arguments of one call over caches that hold a scale for each row."""
+    """The arguments of one call over caches of which one holds scales."""
 
-    k_scale: torch.Tensor
-    v_scale: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
 
 def make(problem: Problem, device: torch.device) -> Tensors:
@@ -98,9 +100,10 @@ def make(problem: Problem, device: torch.device) -> Tensors:
     q = torch.zeros(num_tokens, num_q_heads, head_dim)
     if not problem.coverage:
         q = torch.randn(num_tokens, num_q_heads, head_dim)
-    kind = kv_kind(problem.cache_dtype or problem.dtype)
+    k_dtype = problem.cache_dtype or problem.dtype
+    kind, v_kind = kv_kind(k_dtype), kv_kind(problem.v_cache_dtype or k_dtype)
     k_cache, k_scale = kind.encode(k_cache, None)
-    v_cache, v_scale = kind.encode(v_cache, None)
+    v_cache, v_scale = v_kind.encode(v_cache, None)
     k_cache, v_cache = k_cache.to(device), v_cache.to(device)
     if problem.layout == "shared":
         v_cache = k_cache[..., : kind.num_elements(v_head_dim)]
@@ -112,13 +115,20 @@ def make(problem: Problem, device: torch.device) -> Tensors:
         cu_seqlens_q=torch.cat([torch.zeros(1, dtype=torch.int32), q_lens.cumsum(0, dtype=torch.int32)]).to(device),
         seq_lens=torch.tensor([seq_len for _, seq_len in problem.lengths], dtype=torch.int32).to(device),
     )
-    if k_scale is None or v_scale is None:
+    if k_scale is None and v_scale is None:
         return tensors
-    # Strided, as in a larger tensor.
-    k_scale, v_scale = (torch.stack([scale, scale], 3).to(device)[:, :, :, 0] for scale in (k_scale, v_scale))
+    k_scale, v_scale = _strided(k_scale, device), _strided(v_scale, device)
     if problem.layout == "shared":
+        assert k_scale is not None
         v_scale = k_scale[..., : kind.num_scales(v_head_dim)] if kind.group_size else k_scale
     return ScaledTensors(**vars(tensors), k_scale=k_scale, v_scale=v_scale)
+
+
+def _strided(scale: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """Return scales as views of a larger tensor."""
+    if scale is None:
+        return None
+    return torch.stack([scale, scale], 3).to(device)[:, :, :, 0]
 
 
 def options(problem: Problem, device: torch.device) -> dict[str, Any]:
@@ -137,7 +147,10 @@ def options(problem: Problem, device: torch.device) -> dict[str, Any]:
         chosen["sinks"] = torch.randn(num_q_heads, device=device).to(problem.dtype)
     if problem.alibi:
         chosen["alibi_slopes"] = 0.5 ** torch.arange(1, num_q_heads + 1, device=device)
-    if problem.scales:
+    if problem.scales == "table":
+        chosen["k_table_scale"] = 0.5 + torch.rand(1, device=device)
+        chosen["v_table_scale"] = 0.5 + torch.rand((), device=device)
+    elif problem.scales:
         size = {"head": num_kv_heads, "tensor": 1}[problem.scales]
         chosen["k_scale"] = 0.5 + torch.rand(size, device=device)
         chosen["v_scale"] = 0.5 + torch.rand(size, device=device)

@@ -8,6 +8,8 @@ from paged.bench.attention.problem import Problem
 
 FP8, E5M2, INT8, HALF = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.float16
 INT4 = torch.bits4x2
+FP8_ROWS = torch.bits8
+NVFP4 = torch.float4_e2m1fn_x2
 MIXED = ((1, 1), (1, 15), (1, 16), (1, 17), (5, 18), (40, 40), (0, 9), (33, 70), (3, 3))
 
 PROBLEMS = (
@@ -76,6 +78,13 @@ PROBLEMS = (
     Problem("int4 cache of a float16 model", ((1, 523), (70, 90)), cache_dtype=INT4, dtype=HALF, heads=(2, 2)),
     Problem("int4 heads of 80 and 40", ((3, 30), (20, 24)), cache_dtype=INT4, head_dim=80, v_head_dim=40, tree=True),
     Problem("int4 keys whose start is the value", ((1, 60), (20, 50)), layout="shared", cache_dtype=INT4, v_head_dim=8),
+    Problem("nvfp4 cache", MIXED, cache_dtype=NVFP4, window_size=(40, -1), sinks=True, scales="table"),
+    Problem("nvfp4 cache of a float16 model", ((1, 523), (70, 90)), cache_dtype=NVFP4, dtype=HALF, heads=(2, 2)),
+    Problem("nvfp4 heads of 72 and 40", ((3, 30), (20, 24)), cache_dtype=NVFP4, head_dim=72, v_head_dim=40, tree=True),
+    Problem("fp8 with scales of rows", MIXED, cache_dtype=FP8_ROWS, padding_rows=2),
+    Problem("int8 keys, int4 values", MIXED, cache_dtype=INT8, v_cache_dtype=INT4, head_dim=72, v_head_dim=40),
+    Problem("plain keys, nvfp4 values", ((1, 60), (40, 50)), dtype=HALF, cache_dtype=HALF, v_cache_dtype=NVFP4),
+    Problem("fp8 keys, nvfp4 values", ((1, 60), (9, 50)), cache_dtype=FP8, v_cache_dtype=NVFP4, chosen=(32, 2)),
     # Boxes are copies by the tensor memory accelerator. Blocks of 64 or more keys are fetched as boxes.
     Problem("boxes of 64", ((1, 600), (40, 50), (5, 18)), block_size=64, dtype=HALF),
     Problem("boxes of 128", ((1, 300), (70, 200), (3, 129)), block_size=128, dtype=HALF, head_dim=64),

@@ -14,7 +14,8 @@ def attention(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     q = arguments["q"].double()  # [T, Hq, D]
     u = unit(arguments["q"].dtype)
     k, v = (_cache_numbers(arguments, name) for name in ("k", "v"))
-    plain = {**arguments, "k_cache": k, "v_cache": v, "k_scale": None, "v_scale": None, "out": None}
+    plain = {**arguments, "k_cache": k, "v_cache": v, "out": None}
+    plain |= dict.fromkeys(("k_scale", "v_scale", "k_table_scale", "v_table_scale"))
     expected = card.expected
     lse = want.get("lse")
     if lse is None:
@@ -42,7 +43,9 @@ def _cache_numbers(arguments: Arguments, name: str) -> torch.Tensor:
     cache, scale = arguments[f"{name}_cache"], arguments.get(f"{name}_scale")
     kind = kv_kind(cache.dtype)
     numbers = kind.decode(cache, scale, torch.float64)
-    if scale is not None and not kind.has_scales:
+    if kind.has_scales:
+        scale = arguments.get(f"{name}_table_scale")
+    if scale is not None:
         numbers = numbers * scale.double().unsqueeze(-1)
     return numbers
 

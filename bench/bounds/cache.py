@@ -14,16 +14,23 @@ def _stored(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -> tor
     """Return the error of rows in a cache of `dtype`. before: the error of the rows before they are rounded."""
     kind = kv_kind(dtype)
     if kind.group_size:
-        # A step is 1/8 of the largest magnitude of 32 numbers, less up to 2^-7 of it. The number of the same magnitude
-        # and the other sign is 7 steps.
         groups = torch.nn.functional.pad(want.abs(), (0, -want.shape[-1] % kind.group_size))
         largest = groups.unflatten(-1, (-1, kind.group_size)).amax(-1).repeat_interleave(kind.group_size, -1)
         largest = largest[..., : want.shape[-1]]
-        error: torch.Tensor = (1 / 8 + 1 / 128) * largest + 2 * before + 2 * before.amax(-1, keepdim=True)
-        return error
+        # int4: a step is 1/8 of the largest magnitude, less up to 2^-7 of it. The number of the same magnitude and the
+        # other sign is 7 steps.
+        error: torch.Tensor = (1 / 8 + 1 / 128) * largest
+        if kind.name == "nvfp4":
+            # Half a step is 1/4 of the scale, and above two scales at most 1/4 of the number. A scale is largest / 6,
+            # rounded by up to 2^-4 of it or 2^-10. If it is smaller, numbers beyond 6 scales are cut.
+            error = torch.maximum(17 / 96 * largest + 2.0**-10, want.abs()) / 4 + 6 * 2.0**-10
+        return error + 2 * before + 2 * before.amax(-1, keepdim=True)
     if kind.has_scales:
         largest = want.abs().amax(-1, keepdim=True)
-        return (0.5 / 127 + ELEMENTARY) * largest + before + before.amax(-1, keepdim=True)
+        error = 0.5 / 127 * largest
+        if kind.name == "e4m3_rows":
+            error = want.abs() / 16 + 2.0**-10 / 448 * largest
+        return error + ELEMENTARY * largest + before + before.amax(-1, keepdim=True)
     if dtype in KV_KINDS:
         return _distance_to_code(want, dtype) + before + ELEMENTARY * want.abs()
     return rounding(want, dtype) + before

@@ -15,7 +15,7 @@ from paged.bench.cards.draw import BLOCK_SIZE, Draw
 from paged.bench.cards.layers import COMPILED_HEADS, COMPILED_TOKENS, HEAD_DIM, HEADS, TOKENS, rotation_name, rotations
 from paged.bench.compilation.cases import mla as compiled_latents
 from paged.bench.compilation.cases.case import EVERY_CASE, NATIVE_FP8, CompileCase
-from paged.bench.compilation.cases.launches import empty, single_case
+from paged.bench.compilation.cases.launches import ELEMENTS, empty, single_case
 from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors, marked, num_bytes
 from paged.kernels.cache import definition
@@ -23,7 +23,7 @@ from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.latent_cache import LatentParts, typed_parts
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
-from paged.kernels.core.dtypes import kv_kind
+from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
 _KV = {"num_kv_heads": (8, 2, 2), "dim": HEAD_DIM}
 _ROTARY = {"tokens": TOKENS, "heads": HEADS, "dim": HEAD_DIM}
@@ -69,26 +69,21 @@ def _skipped_slots(draw: Draw) -> Iterator[Arguments]:
     yield {"key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots}
 
 
-def _int8_rows(draw: Draw) -> Iterator[Arguments]:
-    """Draw rows of very different sizes for a cache whose rows have scales."""
-    key, value = draw.normals(2, 5, 3, 80)
-    k_cache, v_cache = torch.zeros(2, 4, 24, 3, 80, dtype=torch.int8, device=draw.device).unbind()
-    k_scale, v_scale = torch.zeros(4, 24, 3, 2, device=draw.device).unbind(-1)
-    slots = torch.tensor([95, 2, 0, 25, 7], device=draw.device)
-    caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale, "v_scale": v_scale}
-    yield {"key": key / 100, "value": value * 1000, **caches, "slot_mapping": slots}
+def _scaled_rows(dtypes: tuple[torch.dtype, torch.dtype], draw: Draw) -> Iterator[Arguments]:
+    """Draw rows of very different sizes for caches with scales; if 32 numbers share one, the last group is incomplete.
 
-
-def _int4_rows(draw: Draw) -> Iterator[Arguments]:
-    """Draw rows of very different sizes for a cache in which groups of numbers have scales, the last one incomplete."""
+    dtypes: of keys and values.
+    """
     key, value = draw.normals(2, 5, 3, 80)
-    caches = torch.zeros(2, 4, 24, 3, 40, dtype=torch.uint8, device=draw.device).view(torch.bits4x2)
-    scales = torch.zeros(2, 4, 24, 3, 3, dtype=torch.bfloat16, device=draw.device)
     arguments = {"key": key / 100, "value": value * 1000}
     arguments["slot_mapping"] = torch.tensor([95, 2, 0, 25, 7], device=draw.device)
-    arguments |= dict(
-        zip(("k_cache", "v_cache", "k_scale", "v_scale"), (*caches.unbind(), *scales.unbind()), strict=True)
-    )
+    for name, rows, dtype in (("k", arguments["key"], dtypes[0]), ("v", arguments["value"], dtypes[1])):
+        kind = kv_kind(dtype)
+        cache = torch.zeros(4, 24, 3, kind.num_elements(80), dtype=torch.uint8, device=draw.device).view(dtype)
+        scales = torch.zeros(kind.scales_shape(cache), dtype=kind.scale_dtype, device=draw.device)
+        arguments |= {f"{name}_cache": cache, f"{name}_scale": scales}
+        if kind.has_table_scale:
+            arguments[f"{name}_table_scale"] = rows.float().abs().amax() / 2688
     yield arguments
 
 
@@ -215,7 +210,7 @@ def _rotate_and_write(
 
 
 def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> list[CompileCase]:
-    """Return cases of writing plain K and V, scaled 8-bit floats, int8 and int4; for heads of 128, also unscaled."""
+    """Return cases of writing plain K and V, 8-bit floats, and kinds with scales; for heads of 128, also unscaled."""
     _, num_heads, head_dim = key.shape
     scale = {"k_scale": empty("fp32", num_heads), "v_scale": empty("fp32", num_heads)}
 
@@ -225,20 +220,23 @@ def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> 
             f"{name}{text}", write, cache, cache, empty("i64", COMPILED_TOKENS), targets=targets, **scales
         )
 
-    def int4_case() -> CompileCase:
-        cache = empty("u4x2", 4, 16, num_heads, head_dim // 2)
-        scales = empty("bf16", *kv_kind(cache.dtype).scales_shape(cache))
-        row_scales, slots = {"k_scale": scales, "v_scale": scales}, empty("i64", COMPILED_TOKENS)
-        return single_case(f"{name} int4", write, cache, cache, slots, targets=EVERY_CASE, **row_scales)
+    def scaled_case(dtype: torch.dtype) -> CompileCase:
+        kind = kv_kind(dtype)
+        cache = empty(ELEMENTS[dtype], 4, 16, num_heads, kind.num_elements(head_dim))
+        scale = empty(ELEMENTS[kind.scale_dtype], *kind.scales_shape(cache))
+        scales, slots = {"k_scale": scale, "v_scale": scale}, empty("i64", COMPILED_TOKENS)
+        if kind.has_table_scale:
+            scales |= {"k_table_scale": empty("fp32", 1), "v_table_scale": empty("fp32", 1)}
+        return single_case(f"{name} {kind.spellings[0]}", write, cache, cache, slots, targets=EVERY_CASE, **scales)
 
     one_alone = head_dim == 128
     cases = [case("", "bf16", {}, EVERY_CASE)]
     if one_alone:
         cases.append(case(" scaled", "bf16", scale, EVERY_CASE))
-    row_scales = {"k_scale": empty("fp32", 4, 16, num_heads), "v_scale": empty("fp32", 4, 16, num_heads)}
-    cases.append(case(" int8", "i8", row_scales, EVERY_CASE))
-    if name.startswith("reshape"):  # other writes of int4 launch this kernel after their own
-        cases.append(int4_case())
+    for dtype, kind in KV_KINDS.items():
+        # Other writes of two numbers a byte launch this kernel after their own.
+        if kind.has_scales and (kind.numbers_per_element == 1 or name.startswith("reshape")):
+            cases.append(scaled_case(dtype))
     for native, text in ((True, " native"), (False, "")):
         targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         for kind, code in (("e4m3", "fp8e4nv"), ("e5m2", "fp8e5")):
@@ -300,6 +298,16 @@ def _copied(arguments: Arguments) -> Tensors:
     return _named_caches(copies)
 
 
+def _scaled_edges() -> list[Edge]:
+    """Return an edge for each kind with scales, and one for keys and values of two kinds."""
+    edges = []
+    for dtype, kind in KV_KINDS.items():
+        if kind.has_scales:
+            edges.append(Edge(kind.spellings[0], partial(_scaled_rows, (dtype, dtype))))
+    edges.append(Edge("int8 keys, int4 values", partial(_scaled_rows, (torch.int8, torch.bits4x2))))
+    return edges
+
+
 CARDS = (
     Card(
         "reshape_and_cache",
@@ -310,7 +318,7 @@ CARDS = (
         writes=_slots_of("k_cache", "v_cache"),
         cost=_write_cost,
         rows=(Row({"tokens": TOKENS, **_KV}), Row({"tokens": TOKENS, **_KV, "is_fp8": same(True)}, "fp8")),
-        edges=(Edge("skipped slots", _skipped_slots), Edge("int8", _int8_rows), Edge("int4", _int4_rows)),
+        edges=(Edge("skipped slots", _skipped_slots), *_scaled_edges()),
         odd={"tokens": _ODD_TOKENS, "num_kv_heads": (1, 3, 2), "dim": (80, 16), "is_fp8": (True, False)},
         compiled=_row_cases,
     ),

@@ -113,6 +113,7 @@ def _launches(call: CompressedCall, plan: AttentionPlan) -> list[Launch]:
         "KV_BLOCK_SIZE": call.kv_cache.shape[1],
         "ENTRY_BLOCK_SIZE": entry_block_size,
         "POOL_SIZE": pool_size,
+        "KIND": shape.kind,
     }
     return launches_of_tiles(_compressed_attention_kernel, call, shape, token_plan, arguments, lambda _: ({}, {}))
 

@@ -287,6 +287,7 @@ def _latent_launches(call: MlaCall, plan: AttentionPlan) -> list[Launch]:
         "window_left": call.window[0],
         "window_right": call.window[1],
         "HAS_WINDOW": has_window,
+        "KIND": shape.kind,
     }
 
     def by_schedule(schedule: AttentionSchedule) -> tuple[dict[str, Any], Mapping[str, Box]]:
@@ -336,7 +337,6 @@ def launches_of_tiles(
                     "num_tokens": shape.num_tokens,
                     "scale": call.softmax_scale,
                     "BLOCK_N": tile.block_n,
-                    "KIND": shape.kind,
                     "NATIVE_FP8": has_native_e4m3(call.q.device),
                     "CLEAR_PADDING": index == 0,
                 },

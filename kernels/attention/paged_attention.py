@@ -112,8 +112,8 @@ def paged_attention(
             `reshape_and_cache`, last dimension contiguous. num_q_heads is a multiple of num_kv_heads. Query head h
             reads KV head h // (num_q_heads // num_kv_heads).
         v_cache: [num_blocks, block_size, num_kv_heads, v_head_dim], one of these dtypes, last dimension contiguous. May
-            be a view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K and V
-            are read once.
+            be a view of k_cache. If it begins at the same element and both head sizes round up to one power of two, K
+            and V are read once.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.
         seq_lens: int32 [num_seqs], KV lengths, new tokens included.

@@ -13,11 +13,12 @@ q4_0. PyTorch's dtype for such bytes is `bits4x2`: it can be copied and viewed, 
 nvfp4 packs e2m1 numbers likewise: a sign, 2 exponent bits, 1 mantissa bit (OCP Microscaling Formats, 2023). 16 numbers
 share an e4m3 scale, their largest magnitude / 6, and a table may have a float32 scale for all its numbers.
 
-fp8_per_token_head is e4m3 with a float32 scale for each row, its largest magnitude / 448. PyTorch's dtype for such codes
-is `bits8`, as `float8_e4m3fn` is a cache without scales of rows.
+fp8_per_token_head is e4m3 with a float32 scale for each row, its largest magnitude / 448. PyTorch's dtype for such
+codes is `bits8`, as `float8_e4m3fn` is a cache without scales of rows.
 
-Kernels take 8-bit floats and two numbers a byte as bytes. Chips from sm_89 on convert two 8-bit floats in one instruction. Everywhere
-else integer arithmetic gives the same bits, also in Triton's interpreter, whose own 8-bit types cannot be trusted.
+Kernels take 8-bit floats and two numbers a byte as bytes. Chips from sm_89 on convert two 8-bit floats in one
+instruction. Everywhere else integer arithmetic gives the same bits, also in Triton's interpreter, whose own 8-bit types
+cannot be trusted.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class _ScaledRows(KvKind):
         """
         wide = rows.float()
         largest, not_finite = wide.abs().amax(-1), (wide * 0.0).sum(-1)
-        inverse = self.largest_code / largest.clamp(min=SMALLEST)
+        inverse = largest.new_tensor(self.largest_code) / largest.clamp(min=SMALLEST)  # number / tensor rounds twice
         codes = self._rounded((wide * inverse.unsqueeze(-1)).clamp(-self.largest_code, self.largest_code))
         return codes, largest / self.largest_code + not_finite
 
@@ -252,7 +253,7 @@ _ROWS = (
         scale_dtype=torch.float8_e4m3fn,
         has_table_scale=True,
         fits_float16=True,
-    ),  # fmt: skip
+    ),
 )
 # Kinds by dtype. Any other dtype holds plain numbers. To add a kind, see `docs/architecture.md`.
 KV_KINDS: dict[torch.dtype, KvKind] = {kind.dtype: kind for kind in _ROWS}

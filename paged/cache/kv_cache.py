@@ -6,7 +6,8 @@ import os
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from paged.cache.groups import CacheGroup, RecurrentSpec, split_evenly
 from paged.cache.pool import BlockPool
@@ -28,6 +29,33 @@ _FOLDER_HOST_BYTES = 64 << 20
 _MAX_SIZE = (1 << 31) - 2
 
 
+class CacheRows(NamedTuple):
+    """Keys or values of some layers of a table, in one dtype.
+
+    size: numbers that a layer takes per token. row_size: those of the token's heads, without entries of pools.
+    """
+
+    layers: tuple[int, ...]
+    num_heads: int
+    size: int
+    row_size: int
+    dtype: torch.dtype
+
+
+class StorageShape(NamedTuple):
+    """The planes of a dtype. A plane holds keys, values or latents of one layer, or of several small layers.
+
+    size: numbers of a token in a plane. num_rows, num_scales: most rows and scales of a token in a plane. A row is one
+    head's key or value.
+    """
+
+    kind: KvKind
+    num_planes: int
+    size: int
+    num_rows: int
+    num_scales: int
+
+
 @dataclass(frozen=True)
 class PagedKvCacheConfig:
     """Shape and policy of a KV cache.
@@ -38,8 +66,10 @@ class PagedKvCacheConfig:
         num_blocks: blocks that can be handed out. Storage has one more, block 0.
         num_swap_blocks: blocks of host memory for `swap_out`.
         dtype: dtype of K and V; None for PyTorch's default when the cache is made. The kernels support float32,
-            float16, bfloat16, float8_e4m3fn, float8_e5m2 and int8. int8 has a float32 scale for each token and head,
+            float16, bfloat16 and the dtypes of `KV_KINDS`, of which some have scales for each token and head,
             separately for keys and values.
+        v_dtype: dtype of V; None for `dtype`. Not for latents, nor beside entries of pools.
+        kept_layers: layers whose K and V have `kept_dtype` instead, with the same limits.
         device: None for CUDA if there is one, else the CPU, as models do.
         enable_prefix_cache: whether full blocks are published and shared.
         low_watermark, high_watermark: pressure is HIGH if less than the fraction `low_watermark` of the pool can be
@@ -93,6 +123,9 @@ class PagedKvCacheConfig:
     cache_folder: str | os.PathLike[str] | None = None
     cache_folder_bytes: int | None = None
     max_pinned_fraction: float = 0.0
+    v_dtype: torch.dtype | None = None
+    kept_layers: Sequence[int] = ()
+    kept_dtype: torch.dtype | None = None
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     own_groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     has_canaries: bool = field(init=False, repr=False, compare=False)
@@ -136,6 +169,7 @@ class PagedKvCacheConfig:
         if not in_pool and recurrent is None:
             raise InvalidInputError(f"groups: {shown(groups)}, expected one with blocks of the pool")
         self._set("tables", split_evenly(in_pool))
+        self._check_formats()
         self._set("own_groups", tuple(group for group in groups if group.has_own_memory))
         num_slots_of_step = [group.keeps_slots for group in self.own_groups].count(False) + (recurrent is not None)
         if num_slots_of_step > 1:
@@ -144,6 +178,20 @@ class PagedKvCacheConfig:
         if canaries not in ("", "0", "1"):
             raise InvalidInputError(f"PAGED_CANARY={canaries!r}: expected '1' or '0'")
         self._set("has_canaries", canaries == "1")
+
+    def _check_formats(self) -> None:
+        """Raise InvalidInputError unless layers can have caches of several dtypes, if any are given."""
+        kept = tuple(as_int("kept_layers", layer, high=self.num_layers - 1) for layer in self.kept_layers)
+        self._set("kept_layers", kept)
+        if bool(kept) != (self.kept_dtype is not None):
+            raise InvalidInputError(f"kept_layers, kept_dtype: {kept}, {self.kept_dtype}, expected both or neither")
+        if self.v_dtype is None and not kept:
+            return
+        for table in self.tables:
+            if table.sizes != table.row_sizes or table.latent:
+                raise InvalidInputError(
+                    f"v_dtype, kept_layers: {self.v_dtype}, {kept}, expected none with latents or pooled keys"
+                )
 
     def _checked_groups(self) -> Sequence[CacheGroup]:
         if self.groups is None:
@@ -314,50 +362,63 @@ class PagedKvCacheConfig:
 
         return self._longest(needed)
 
-    @property
-    def slots(self) -> tuple[int, int]:
-        """Number of planes in a block, and number of elements per token in a plane.
+    def rows_of(self, table: CacheGroup, dtype: torch.dtype) -> list[CacheRows]:
+        """Return the rows of a table's layers in a cache of `dtype`: keys and values, each once for every dtype."""
+        kept = tuple(layer for layer in table.layers if layer in self.kept_layers)
+        others = tuple(layer for layer in table.layers if layer not in self.kept_layers)
+        rows: list[CacheRows] = []
+        heads = table.num_kv_heads
+        assert heads is not None
+        for layers, k_dtype, v_dtype in (
+            (others, dtype, self.v_dtype or dtype),
+            (kept, self.kept_dtype or dtype, self.kept_dtype or dtype),
+        ):
+            if not layers:
+                continue
+            for size, row_size, row_dtype in zip(table.sizes, table.row_sizes, (k_dtype, v_dtype), strict=False):
+                rows.append(CacheRows(layers, heads, size, row_size, row_dtype))
+        return rows
 
-        A plane holds the keys, values or latents of one layer, or of several small layers. Without K/V, a block has
-        one plane without elements.
+    def storage_shapes(self, dtype: torch.dtype) -> list[StorageShape]:
+        """Return the shape of each dtype's storage in a cache of `dtype`, that of `dtype` first.
+
+        Without K/V, a block has one plane without elements.
         """
-        if not self.has_kv:
-            return 1, 0
-        size = max(max(table.sizes) for table in self.tables)
-        return max(table.num_slots(size, len(table.layers)) for table in self.tables), size
+        from paged.kernels.core.dtypes import kv_kind  # PyTorch takes seconds to import
 
-    @property
-    def rows_per_slot(self) -> int:
-        """Largest number of rows per token in a plane, over all layers; a row is one head's key or value."""
-        return self._most_per_slot(lambda _: 1)
-
-    def scales_per_slot(self, kind: KvKind) -> int:
-        """Return the largest number of scales per token in a plane, over all layers."""
-        return self._most_per_slot(kind.num_scales)
-
-    def _most_per_slot(self, count: Callable[[int], int]) -> int:
-        """Return the largest sum over the rows of a token in a plane. count: the summand of a row of some width."""
-        if not self.has_kv:
-            return 0
-        _, size = self.slots
-        largest = 0
-        for table in self.tables:
-            heads = table.num_kv_heads
-            assert heads is not None
-            for elements, row_size in zip(table.sizes, table.row_sizes, strict=True):
-                largest = max(largest, size // elements * heads * count(row_size // heads))
-        return largest
+        rows_of_tables = [self.rows_of(table, dtype) for table in self.tables]
+        rows_of_dtype: dict[torch.dtype, list[CacheRows]] = {dtype: []}
+        for rows in chain.from_iterable(rows_of_tables):
+            rows_of_dtype.setdefault(rows.dtype, []).append(rows)
+        shapes: list[StorageShape] = []
+        for row_dtype, all_rows in rows_of_dtype.items():
+            if not all_rows and self.has_kv:
+                continue
+            kind = kv_kind(row_dtype)
+            size = max((rows.size for rows in all_rows), default=0)
+            num_planes, num_rows, num_scales = 1, 0, 0
+            for rows_of_table in rows_of_tables:
+                planes = 0
+                for rows in rows_of_table:
+                    if rows.dtype == row_dtype:
+                        together = size // rows.size
+                        planes += -(-len(rows.layers) // together)
+                        num_rows = max(num_rows, together * rows.num_heads)
+                        num_scales = max(
+                            num_scales, together * rows.num_heads * kind.num_scales(rows.row_size // rows.num_heads)
+                        )
+                num_planes = max(num_planes, planes)
+            shapes.append(StorageShape(kind, num_planes, size, num_rows, num_scales))
+        return shapes
 
     def block_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a block in a cache of `dtype`, scales and canaries included."""
-        from paged.kernels.core.dtypes import kv_kind  # PyTorch takes seconds to import
-
-        kind = kv_kind(dtype)
-        num_planes, size = self.slots
-        scale_bytes = self.scales_per_slot(kind) * kind.scale_dtype.itemsize
-        row_bytes = kind.num_elements(size) * dtype.itemsize
-        canary_bytes = 8 * self.has_canaries
-        return self.block_size * (num_planes * (row_bytes + scale_bytes) + canary_bytes)
+        num_bytes = 8 * self.has_canaries
+        for shape in self.storage_shapes(dtype):
+            kind = shape.kind
+            row_bytes = kind.num_elements(shape.size) * kind.dtype.itemsize
+            num_bytes += shape.num_planes * (row_bytes + shape.num_scales * kind.scale_dtype.itemsize)
+        return self.block_size * num_bytes
 
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of a token in a cache of `dtype`, over all layers and tables."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from paged.cache.groups import CacheGroup, RecurrentSpec
 from paged.cache.guard import Rollback
-from paged.cache.kv_cache import PagedKvCacheConfig
+from paged.cache.kv_cache import CacheRows, PagedKvCacheConfig, StorageShape
 from paged.errors import InvalidInputError, ModelAsleepError
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.core.checks import check_is_tensor, check_shape
 from paged.kernels.core.device import default_device
-from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.kernels.core.dtypes import KV_KINDS, KvKind, kv_kind
 from paged.kernels.core.errors import as_int, shown
 from paged.kernels.recurrent.metadata import RecurrentState
 from paged.step.staging import to_device
@@ -284,11 +284,21 @@ class StateTensors(SlotMemory):
         return RecurrentState(tensors.pop("conv"), **tensors)
 
 
+class LayerCache(NamedTuple):
+    """The cache of a layer and the index of its table. values: None for latents. k_scale, v_scale: of rows, or None."""
+
+    table: int
+    keys: torch.Tensor
+    values: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
 class KvCacheTensors:
-    """K/V memory: one storage [num_planes, num_blocks + 1, elements]. A block is its row in every plane.
+    """K/V memory: a storage [num_planes, num_blocks + 1, elements] for each dtype. A block is its row in every plane.
 
     The layers of a table have separate planes for keys and values. Other tables use the same planes in other blocks.
-    The scales of rows are in a second storage with the same planes and blocks: a compiler that copies written
+    The scales of rows are in another storage with the same planes and blocks: a compiler that copies written
     tensors would overwrite one with the other in a common storage. Canaries are in the last one, which has one plane.
 
     canaries: int64 [num_blocks + 1, block_size]; None unless the configuration has canaries.
@@ -305,33 +315,30 @@ class KvCacheTensors:
         if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype in KV_KINDS):
             others = " or ".join(map(str, KV_KINDS))
             raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or {others}")
-        if dtype is torch.float4_e2m1fn_x2:
-            raise InvalidInputError(f"dtype: {dtype}, expected a dtype with one value per element")
-        self._kind = kv_kind(dtype)
-        for table in config.tables:
-            self._check_table(table)
+        rows_of_tables = [config.rows_of(table, dtype) for table in config.tables]
+        for table, rows_of_table in zip(config.tables, rows_of_tables, strict=True):
+            for rows in rows_of_table:
+                _check_table(table, kv_kind(rows.dtype))
         self.block_size, self._num_tables = config.block_size, len(config.tables)
         self.num_host_blocks = config.num_host_blocks(dtype)
-        num_planes, size = config.slots
-        shape = num_planes, config.num_blocks + 1, config.block_size * self._kind.num_elements(size)
+        shapes = config.storage_shapes(dtype)
+        shape = shapes[0].num_planes, config.num_blocks + 1, config.block_size * shapes[0].size
         device = default_device() if config.device is None else config.device
         if not has_memory:
             device = torch.device("meta")
         try:
-            if self._kind.is_bytes:  # PyTorch cannot fill int4
-                self.storage = torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
-            else:
-                self.storage = torch.zeros(shape, dtype=dtype, device=device)
+            self.storages: list[torch.Tensor] = []
+            parts: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor | None]] = {}  # by dtype, and its scales
+            for storage_shape in shapes:
+                parts[storage_shape.kind.dtype] = self._make_storage(config, storage_shape, device)
+            self.storage = self.storages[0]
             if self.storage.is_meta and has_memory:
                 raise InvalidInputError(f"device: {self.storage.device}, expected one with memory")
-            self.storages = [self.storage]
-            if self._kind.has_scales:
-                scales = *shape[:2], config.block_size * config.scales_per_slot(self._kind)
-                self.storages.append(torch.zeros(scales, device=self.storage.device, dtype=self._kind.scale_dtype))
-            self._scales = self.storages[1:]
             self.canaries: torch.Tensor | None = None
             if config.has_canaries and has_memory:
-                self.canaries = torch.zeros(shape[1], config.block_size, dtype=torch.int64, device=self.storage.device)
+                self.canaries = torch.zeros(
+                    config.num_blocks + 1, config.block_size, dtype=torch.int64, device=self.storage.device
+                )
                 self.storages.append(self.canaries[None])
             self.host = HostMemory(self.storages, self.num_host_blocks)
             self.own: list[SlotMemory] = []
@@ -352,57 +359,75 @@ class KvCacheTensors:
             self._copies.append(BlockCopy(planes, planes))
         self._num_layers, self._tables = config.num_layers, config.tables
         self._entries: dict[int, list[torch.Tensor]] = {}  # by layer, see `entries`
-        self._stacks = [self._views(table) for table in config.tables]
-        # By layer: index of its table, then keys, values and any scales.
-        self._caches: dict[int, tuple[int, tuple[torch.Tensor, ...]]] = {}
-        for index, (table, stacks) in enumerate(zip(config.tables, self._stacks, strict=True)):
-            for layer, *caches in zip(table.layers, *map(chain.from_iterable, stacks), strict=False):
-                self._caches[layer] = index, tuple(caches)
+        self._stacks: list[list[torch.Tensor]] = []  # of each table, [planes, layers per plane, num_blocks + 1, ...]
+        self._caches: dict[int, LayerCache] = {}
+        for index, (table, rows_of_table) in enumerate(zip(config.tables, rows_of_tables, strict=True)):
+            starts = dict.fromkeys(parts, 0)
+            stacks_of_table: list[torch.Tensor] = []
+            self._stacks.append(stacks_of_table)
+            for rows in rows_of_table:
+                start = starts[rows.dtype]
+                cache, scales, starts[rows.dtype] = self._views(table, rows, *parts[rows.dtype], start)
+                stacks_of_table.append(cache)
+                caches_of_layers: Iterator[torch.Tensor] = chain.from_iterable(cache)
+                scales_of_layers: Iterator[torch.Tensor | None] = repeat(None)
+                if scales is not None:
+                    stacks_of_table.append(scales)
+                    scales_of_layers = chain.from_iterable(scales)
+                for layer, of_layer, scale in zip(rows.layers, caches_of_layers, scales_of_layers, strict=False):
+                    if layer in self._caches:
+                        self._caches[layer] = self._caches[layer]._replace(values=of_layer, v_scale=scale)
+                    else:
+                        self._caches[layer] = LayerCache(index, of_layer, k_scale=scale)
 
-    def _check_table(self, table: CacheGroup) -> None:
-        """Raise InvalidInputError unless the cache's kind can hold the rows of a table."""
-        kind = self._kind
-        if kind.has_scales and table.latent:
-            raise InvalidInputError(f"dtype: {kind.dtype}, expected a floating point dtype for latents")
-        if kind.numbers_per_element == 1:
-            return
-        if table.sizes != table.row_sizes:
-            raise InvalidInputError(f"dtype: {kind.dtype}, expected one number per element beside pooled keys")
-        for name in ("head_dim", "v_head_dim"):
-            if getattr(table, name) is not None and getattr(table, name) % kind.numbers_per_element:
-                expected = f"a multiple of {kind.numbers_per_element} for {kind.name}"
-                raise InvalidInputError(f"{name}: {getattr(table, name)}, expected {expected}")
+    def _make_storage(
+        self, config: PagedKvCacheConfig, shape: StorageShape, device: torch.device | str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add the storage of a dtype, and the storage of its scales if it has any, and return both."""
+        kind = shape.kind
+        sizes = shape.num_planes, config.num_blocks + 1, config.block_size * kind.num_elements(shape.size)
+        if kind.is_bytes:  # PyTorch cannot fill int4
+            storage = torch.zeros(sizes, dtype=torch.uint8, device=device).view(kind.dtype)
+        else:
+            storage = torch.zeros(sizes, dtype=kind.dtype, device=device)
+        self.storages.append(storage)
+        if not kind.has_scales:
+            return storage, None
+        sizes = *sizes[:2], config.block_size * shape.num_scales
+        scales = torch.zeros(sizes, dtype=kind.scale_dtype, device=device)
+        self.storages.append(scales)
+        return storage, scales
 
-    def _views(self, table: CacheGroup) -> list[torch.Tensor]:
-        """Return keys and values of a table's layers, then their scales if the kind has any.
+    def _views(
+        self, table: CacheGroup, rows: CacheRows, storage: torch.Tensor, scales: torch.Tensor | None, start: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Return keys or values of a table's layers from plane `start` on, their scales or None, and the next plane.
 
         Keys and values are [planes, layers per plane, num_blocks + 1, block_size, num_kv_heads, elements]. Scales lack
         the last axis, or have the groups of a row there.
         """
-        stacks, scales, start = [], [], 0
-        num_blocks, size = self.storage.shape[1], self.storage.shape[2] // self.block_size  # in elements
-        heads = table.num_kv_heads
-        assert heads is not None
-        for numbers, row_numbers in zip(table.sizes, table.row_sizes, strict=True):
-            elements, row_size = self._kind.num_elements(numbers), self._kind.num_elements(row_numbers)
-            groups = self._kind.num_scales(row_numbers // heads)
-            together = size // elements
-            end = start - -len(table.layers) // together
-            shape = end - start, num_blocks, together
-            parts = self.storage[start:end, :, : together * self.block_size * elements]
-            parts = parts.view(*shape, self.block_size * elements).transpose(1, 2)
-            rows, behind = parts.split([self.block_size * row_size, self.block_size * (elements - row_size)], -1)
-            stacks.append(rows.unflatten(-1, (self.block_size, heads, row_size // heads)))
-            if start == 0:
-                self._keep_entries(table, behind)
-            # A head's scales lie side by side, so that a program that attends one head reads whole sectors.
-            by_head = *shape, heads, self.block_size, groups
-            for storage in self._scales:
-                of_rows = storage[start:end, :, : together * self.block_size * heads * groups]
-                of_rows = of_rows.view(by_head).transpose(1, 2).transpose(3, 4)
-                scales.append(of_rows if self._kind.group_size else of_rows.squeeze(-1))
-            start = end
-        return stacks + scales
+        num_blocks, size = storage.shape[1], storage.shape[2] // self.block_size  # in elements
+        kind, heads = kv_kind(rows.dtype), rows.num_heads
+        elements, row_size = kind.num_elements(rows.size), kind.num_elements(rows.row_size)
+        groups = kind.num_scales(rows.row_size // heads)
+        together = size // elements
+        end = start - -len(rows.layers) // together
+        shape = end - start, num_blocks, together
+        parts = storage[start:end, :, : together * self.block_size * elements]
+        parts = parts.view(*shape, self.block_size * elements).transpose(1, 2)
+        cache, behind = parts.split([self.block_size * row_size, self.block_size * (elements - row_size)], -1)
+        if start == 0:
+            self._keep_entries(table, behind)
+        cache = cache.unflatten(-1, (self.block_size, heads, row_size // heads))
+        if scales is None:
+            return cache, None, end
+        # A head's scales lie side by side, so that a program that attends one head reads whole sectors.
+        by_head = *shape, heads, self.block_size, groups
+        of_rows = scales[start:end, :, : together * self.block_size * heads * groups]
+        of_rows = of_rows.view(by_head).transpose(1, 2).transpose(3, 4)
+        if not kind.group_size:
+            of_rows = of_rows.squeeze(-1)
+        return cache, of_rows, end
 
     def _keep_entries(self, table: CacheGroup, behind: torch.Tensor) -> None:
         """Keep views of a table's entries. behind: [planes, layers per plane, num_blocks + 1, elements after keys]."""
@@ -431,7 +456,7 @@ class KvCacheTensors:
 
     def k_cache(self, layer: int) -> torch.Tensor:
         """Implement `PagedKvCacheManager.k_cache`."""
-        return self._caches[self.layer(layer)][1][0]
+        return self._caches[self.layer(layer)].keys
 
     def v_cache(self, layer: int) -> torch.Tensor:
         """Implement `PagedKvCacheManager.v_cache`. Values of latents are a view of the keys."""
@@ -439,14 +464,12 @@ class KvCacheTensors:
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Implement `PagedKvCacheManager.scales`."""
-        scales = self._caches[self.layer(layer)][1][2:]
-        if not scales:
-            return None, None
-        return scales[0], scales[1]
+        cache = self._caches[self.layer(layer)]
+        return cache.k_scale, cache.v_scale
 
     def table_of(self, layer: int) -> int:
         """Implement `PagedKvCacheManager.table_of`."""
-        return self._caches[self.layer(layer)][0]
+        return self._caches[self.layer(layer)].table
 
     @cached_property
     def bytes_per_block(self) -> int:
@@ -521,8 +544,8 @@ class KvCacheTensors:
         if key.dim() == 2 and value.dim() == 2:
             key, value = key[None], value[None]
         k_cache, v_cache = self._keys_and_values(layer)
-        check_shape("key", key, ("num_tokens", k_cache.shape[2], self._kind.width(k_cache)))
-        check_shape("value", value, (len(key), v_cache.shape[2], self._kind.width(v_cache)))
+        check_shape("key", key, ("num_tokens", k_cache.shape[2], kv_kind(k_cache.dtype).width(k_cache)))
+        check_shape("value", value, (len(key), v_cache.shape[2], kv_kind(v_cache.dtype).width(v_cache)))
         if self._is_latent(layer) and not torch.equal(key[..., : value.shape[-1]], value):
             raise InvalidInputError(f"value: not the first {value.shape[-1]} elements of the key, as latents have it")
         return key, value
@@ -534,44 +557,44 @@ class KvCacheTensors:
 
         Each is [num_tokens, num_kv_heads, head_dim], unscaled, and is converted to the cache's dtype.
         """
-        table, caches = self._caches[layer]
-        index = self._positions(table, blocks, start, start + len(key))
-        written: list[torch.Tensor] = []
-        scales: list[torch.Tensor] = []
-        for rows in (key, value)[: len(caches)]:  # latents have one cache, because the value is part of the key
-            codes, scale = self._kind.encode(rows.to(self.storage.device), None)
-            written.append(codes)
-            if scale is not None:
-                scales.append(scale)
-        for cache, rows in zip(map(_bytes, caches), written + scales, strict=True):
+        stored = self._caches[layer]
+        index = self._positions(stored.table, blocks, start, start + len(key))
+        written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for cache, scales, rows in (
+            (stored.keys, stored.k_scale, key),
+            (stored.values, stored.v_scale, value),
+        ):
+            if cache is None:  # latents have one cache, because the value is part of the key
+                continue
+            codes, row_scales = kv_kind(cache.dtype).encode(rows.to(self.storage.device), None)
+            written.append((cache, codes))
+            if scales is not None and row_scales is not None:
+                written.append((scales, row_scales))
+        for cache, rows in written:
             # Clone, because contiguous() keeps the strides of empty expanded rows, which `view` refuses.
             rows = _bytes(rows.clone(memory_format=torch.contiguous_format))
-            rollback.append((cache.index_put_, index, cache[index]))
-            cache.index_put_(index, rows)
+            target = _bytes(cache)
+            rollback.append((target.index_put_, index, target[index]))
+            target.index_put_(index, rows)
 
     def read(self, layer: int, blocks: Sequence[int], start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of K and V at positions start..end of the sequence in `blocks`.
 
         Each is [end - start, num_kv_heads, head_dim]. Rows with scales are returned as float32, multiplied by them.
         """
-        table, caches = self._caches[layer]
-        index = self._positions(table, blocks, start, end)
-        caches = self._keys_and_values(layer) + caches[2:]
-        key, value, *scales = [_bytes(cache)[index].view(cache.dtype) for cache in caches]
-        if scales:
-            k_scale, v_scale = scales
-            key = self._kind.decode(key, k_scale, torch.float32)
-            value = self._kind.decode(value, v_scale, torch.float32)
-        return key, value
+        stored = self._caches[layer]
+        index = self._positions(stored.table, blocks, start, end)
+        k_cache, v_cache = self._keys_and_values(layer)
+        return _read_rows(k_cache, stored.k_scale, index), _read_rows(v_cache, stored.v_scale, index)
 
     def _is_latent(self, layer: int) -> bool:
-        return self._tables[self._caches[layer][0]].latent
+        return self._caches[layer].values is None
 
     def _keys_and_values(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        table, caches = self._caches[layer]
-        if self._is_latent(layer):
-            return caches[0], caches[0][..., : self._tables[table].v_head_dim]
-        return caches[0], caches[1]
+        cache = self._caches[layer]
+        if cache.values is None:
+            return cache.keys, cache.keys[..., : self._tables[cache.table].v_head_dim]
+        return cache.keys, cache.values
 
     def _tell(self, name: str, *arguments: Any) -> None:
         if self.listener is not None:
@@ -594,6 +617,31 @@ class KvCacheTensors:
 def _conv_name(layer: int) -> str:
     """Return the name of the rows of a layer of `other_convs`."""
     return f"conv_{layer}"
+
+
+def _check_table(table: CacheGroup, kind: KvKind) -> None:
+    """Raise InvalidInputError unless a kind can hold the rows of a table."""
+    if kind.has_scales and table.latent:
+        raise InvalidInputError(f"dtype: {kind.dtype}, expected a floating point dtype for latents")
+    if kind.numbers_per_element == 1:
+        return
+    if table.sizes != table.row_sizes:
+        raise InvalidInputError(f"dtype: {kind.dtype}, expected one number per element beside pooled keys")
+    for name in ("head_dim", "v_head_dim"):
+        if getattr(table, name) is not None and getattr(table, name) % kind.numbers_per_element:
+            expected = f"a multiple of {kind.numbers_per_element} for {kind.name}"
+            raise InvalidInputError(f"{name}: {getattr(table, name)}, expected {expected}")
+
+
+def _read_rows(
+    cache: torch.Tensor, scales: torch.Tensor | None, index: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return copies of the rows at blocks and offsets; float32, multiplied by their scales, if there are any."""
+    rows = _bytes(cache)[index].view(cache.dtype)
+    if scales is None:
+        return rows
+    of_rows = _bytes(scales)[index].view(scales.dtype)
+    return kv_kind(cache.dtype).decode(rows, of_rows, torch.float32)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,13 +45,13 @@ _OPTIONS: dict[str, Callable[[int], torch.Tensor]] = {
 
 def cases() -> list[CompileCase]:
     """Return cases of each target's own tiles, for every kind of head and cache and with all options."""
-    call = _call(128, 128, "bf16", "", rows=128, box=64)
+    call = _call(128, 128, "bf16", "", "", rows=128, box=64)
     call |= {"causal": empty("i1", 1), "mask": empty("i1", 32, 32)}
     cases = [
         launch_case("paged_attention plan", launch_of(_plan_kernel, "sm_90", paged_attention, **call)),
         launch_case("paged_attention mask", launch_of(_pack_mask_kernel, "sm_90", paged_attention, **call), aligned=()),
     ]
-    call = _call(128, 128, "bf16", "", rows=128, box=64) | _choice(32, 128) | {"causal": empty("i1", 1)}
+    call = _call(128, 128, "bf16", "", "", rows=128, box=64) | _choice(32, 128) | {"causal": empty("i1", 1)}
     cases.append(
         launch_case(
             "paged_attention union", launch_of(_unite_choices_kernel, "sm_90", paged_attention, **call), aligned=()
@@ -59,7 +59,7 @@ def cases() -> list[CompileCase]:
     )
     copies = dict.fromkeys(("sm_80", "sm_90", "sm_100"), ("LDGSTS.128",))
     for head_dim in (128, 256, 512):
-        call = _call(head_dim, head_dim, "bf16", "", rows=128, box=64) | {"sinks": empty("bf16", _GROUP)}
+        call = _call(head_dim, head_dim, "bf16", "", "", rows=128, box=64) | {"sinks": empty("bf16", _GROUP)}
         launch = launch_of(_merge_splits_kernel, "sm_90", paged_attention, **call)
         outs = ("stride_out_token", "stride_out_head")
         name = f"paged_attention merge D={head_dim}"
@@ -110,6 +110,14 @@ def cases() -> list[CompileCase]:
                 _attention_case(target, kind, 256, cache="int4", has_options=True),
                 _attention_case(target, kind, 512, cache="int4", has_options=True),
                 _attention_case(target, kind, 128, cache="int4", dtype="fp32"),
+                _attention_case(target, kind, 256, cache="nvfp4"),
+                _attention_case(target, kind, 512, cache="nvfp4"),
+                _attention_case(target, kind, 128, cache="nvfp4", has_options=True),
+                _attention_case(target, kind, 512, cache="nvfp4", has_options=True),
+                _attention_case(target, kind, 256, cache="e4m3_rows"),
+                _attention_case(target, kind, 512, cache="e4m3_rows", has_options=True),
+                _attention_case(target, kind, 128, cache="int8", v_cache="int4"),
+                _attention_case(target, kind, 128, v_cache="int8"),
                 _attention_case(target, kind, 512, dtype="fp32"),
                 _attention_case(target, kind, 192, v_head_dim=128),
                 _attention_case(target, kind, 192, v_head_dim=128, has_options=True),
@@ -175,7 +183,7 @@ def _chosen_case(
     has_options: bool = False,
 ) -> CompileCase:
     """Return the case of tokens with 16 chosen blocks of `size` positions; see `_attention_case`."""
-    call = _call(head_dim, head_dim, dtype, cache, rows=tokens * _GROUP, box=box) | _choice(tokens, size)
+    call = _call(head_dim, head_dim, dtype, cache, cache, rows=tokens * _GROUP, box=box) | _choice(tokens, size)
     call["q"] = empty(dtype, tokens, group, head_dim)
     if has_options:
         call |= {"window_size": (16, -1), "softcap": 5.0, "causal": empty("i1", 1)}
@@ -220,17 +228,22 @@ def _attention_case(
     v_head_dim: int | None = None,
     dtype: str = "bf16",
     cache: str = "",
+    v_cache: str = "",
     box: int = 0,
     rows: int = 16,
     shared: bool = False,
     has_options: bool = False,
     **options: Any,
 ) -> CompileCase:
-    """Return the case of a sequence's tile. has_options: set all of _OPTIONS. options: more of `paged_attention`."""
+    """Return the case of a sequence's tile.
+
+    v_cache: kind of the values, "" for that of the keys. has_options: set all of _OPTIONS. options: more of
+    `paged_attention`.
+    """
     v_head_dim = v_head_dim or head_dim
     if kind == "prefill":
         rows = 2 * DECODE_MAX_ROWS
-    call = _call(head_dim, v_head_dim, dtype, cache, rows=rows, box=box) | options
+    call = _call(head_dim, v_head_dim, dtype, cache, v_cache or cache, rows=rows, box=box) | options
     if shared:
         call["v_cache"] = call["k_cache"]
     if has_options:
@@ -245,7 +258,7 @@ def _attention_case(
     matrix = TENSOR_CORES[target]
     if target.startswith("sm"):
         copy = "UTMALDG" if uses_boxes else "LDGSTS.128"
-        if cache == "int4" and block_n * head_dim // 2 < 16 * 32 * launch.options["num_warps"]:
+        if cache in ("int4", "nvfp4") and block_n * head_dim // 2 < 16 * 32 * launch.options["num_warps"]:
             copy = "LDGSTS"  # a tile of keys has less than 16 bytes for each thread
         if block_m < 64:
             matrix = "HMMA"
@@ -257,7 +270,9 @@ def _attention_case(
     words = [f"{block_m} x {block_n}", f"D={head_dim}", dtype]
     if v_head_dim != head_dim:
         words[1] = f"D={head_dim},{v_head_dim}"
-    if cache:
+    if v_cache:
+        words.append(f"{cache or dtype} keys {v_cache} values")
+    elif cache:
         words.append(f"{cache} cache")
     flags = {
         "boxes": uses_boxes,
@@ -289,13 +304,14 @@ def planned_launch(
     return launch, plan.arguments["num_programs"] // NUM_SMS[target]
 
 
-def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, box: int) -> dict[str, Any]:
+def _call(
+    head_dim: int, v_head_dim: int, dtype: str, cache: str, v_cache: str, *, rows: int, box: int
+) -> dict[str, Any]:
     """Return the arguments for one sequence of this many rows, in blocks of `box` keys that the copy engine can fetch.
 
     box: 0 for blocks of 16 keys off the 16-byte grid.
     """
     num_tokens, block_size = rows // _GROUP, box or 16
-    element = _ELEMENTS.get(cache, dtype)
     call: dict[str, Any] = {
         "q": empty(dtype, num_tokens, _GROUP, head_dim),
         "block_table": empty("i32", 1, 4096),
@@ -304,7 +320,8 @@ def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, 
         "max_seqlen_q": num_tokens,
         "return_lse": True,
     }
-    for name, size in (("k_cache", head_dim), ("v_cache", v_head_dim)):
+    for name, size, kind_name in (("k_cache", head_dim, cache), ("v_cache", v_head_dim, v_cache)):
+        element = _ELEMENTS.get(kind_name, dtype)
         kind = kv_kind(DTYPES[element])
         num_elements = kind.num_elements(size)
         row_size = num_elements
@@ -313,4 +330,6 @@ def _call(head_dim: int, v_head_dim: int, dtype: str, cache: str, *, rows: int, 
         call[name] = empty(element, 4, block_size, 1, row_size)[..., :num_elements]
         if kind.has_scales:
             call[f"{name[0]}_scale"] = empty(ELEMENTS[kind.scale_dtype], *kind.scales_shape(call[name]))
+        if kind.has_table_scale:
+            call[f"{name[0]}_table_scale"] = empty("fp32", 1)
     return call

@@ -18,7 +18,7 @@ from paged.kernels.core import device
 from paged.kernels.core import ids as id_checks
 from paged.kernels.core.launch import Box, Launch
 
-# Name in Triton's signatures -> dtype. Kernels take "u4x2", two numbers a byte, as "u8".
+# Name in Triton's signatures -> dtype. Kernels take "b8", and two numbers a byte, as "u8".
 DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -27,7 +27,9 @@ DTYPES = {
     "i1": torch.bool,
     "i8": torch.int8,
     "u8": torch.uint8,
+    "b8": torch.bits8,
     "u4x2": torch.bits4x2,
+    "e2m1x2": torch.float4_e2m1fn_x2,
     "i16": torch.int16,
     "i32": torch.int32,
     "i64": torch.int64,

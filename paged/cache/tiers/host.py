@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from paged.cache.tiers.block_file import StoredBlock
 from paged.cache.tiers.files import FileRead, FileTier, Position
 from paged.cache.tiers.shelf import HostEntry, HostShelf, Place
-from paged.kernels.core.dtypes import kv_kind
 
 if TYPE_CHECKING:
     from paged.cache.kinds.kind import CacheParts
@@ -40,15 +39,19 @@ class HostTier:
     def attach(self, store: BlockStore, fingerprint: bytes) -> None:
         """Also write the blocks to `store`, and look there for blocks of the weights with this fingerprint."""
         config, storage = self._config, self._tensors.storage
+        shape, *others = config.storage_shapes(storage.dtype)
         layout = {
             "dtype": str(storage.dtype),
             "device": storage.device.type,
             "block_size": config.block_size,
-            "slots": config.slots,
-            "rows_per_slot": config.rows_per_slot,
+            "slots": (shape.num_planes, shape.size),
+            "rows_per_slot": shape.num_rows,
             "tables": config.tables,
         }
-        if kv_kind(storage.dtype).has_scales:
+        if others:
+            layout["others"] = [(str(other.kind.dtype), *other[1:]) for other in others]
+            layout["kept_layers"] = config.kept_layers
+        if shape.kind.has_scales:
             layout["scales"] = "by head"
         if config.has_canaries:
             layout["canaries"] = True

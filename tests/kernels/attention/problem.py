@@ -46,7 +46,9 @@ def with_rounded_weights(arguments: Arguments) -> torch.Tensor:
     if kind.has_scales:
         size, v_scale = 1.0, None
     perturbed = with_weight_errors(values, arguments["q"].dtype, size)
-    return ATTENTION.want({**arguments, "v_cache": perturbed, "v_scale": v_scale})["out"]
+    if arguments.get("v_table_scale") is not None:
+        v_scale = arguments["v_table_scale"]
+    return ATTENTION.want({**arguments, "v_cache": perturbed, "v_scale": v_scale, "v_table_scale": None})["out"]
 
 
 def with_weight_errors(values: torch.Tensor, dtype: torch.dtype, size: float = 0.5) -> torch.Tensor:
