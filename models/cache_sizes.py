@@ -136,8 +136,10 @@ def _spec(layer: RecurrentConfig) -> RecurrentSpec:
     )
 
 
-def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype: torch.dtype) -> None:
-    """Raise InvalidInputError unless a model in `dtype` can have a cache of `kv_cache_dtype`."""
+def check_cache_dtypes(
+    config: DecoderConfig, dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Raise InvalidInputError unless a model in `dtype` can have keys and values of these dtypes in its cache."""
     allowed = [dtype, *KV_KINDS]
     note = ""
     if any(layer.compressed is not None for layer in config.attention):
@@ -151,9 +153,23 @@ def check_cache_dtype(config: DecoderConfig, dtype: torch.dtype, kv_cache_dtype:
     elif any(layer.indexer is not None for layer in config.attention):
         allowed = [other for other in allowed if not kv_kind(other).has_scales]
         note = " beside an indexer"
-    if kv_cache_dtype not in allowed:
-        expected = " or ".join(map(str, allowed))
-        raise InvalidInputError(f"kv_cache_dtype: {kv_cache_dtype}, expected {expected}{note}")
+    for cache_dtype in cache_dtypes:
+        if cache_dtype not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise InvalidInputError(f"kv_cache_dtype: {cache_dtype}, expected {expected}{note}")
+
+
+def cache_formats(
+    dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], kept_layers: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return the fields of PagedKvCacheConfig for keys and values of these dtypes. dtype: of the `kept_layers`."""
+    k_dtype, v_dtype = cache_dtypes
+    fields: dict[str, Any] = {"dtype": k_dtype}
+    if v_dtype != k_dtype:
+        fields["v_dtype"] = v_dtype
+    if kept_layers:
+        fields |= {"kept_layers": kept_layers, "kept_dtype": dtype}
+    return fields
 
 
 def chosen_block_size(config: DecoderConfig, block_size: int | None, device: torch.device) -> int:
@@ -179,7 +195,7 @@ def in_whole_pools(config: DecoderConfig, block_size: int) -> int:
 def sized_cache_config(
     config: DecoderConfig,
     dtype: torch.dtype,
-    kv_cache_dtype: torch.dtype,
+    cache_dtypes: tuple[torch.dtype, torch.dtype],
     max_seq_len: int,
     load_options: LoadOptions,
     ranks: Ranks,
@@ -193,7 +209,7 @@ def sized_cache_config(
         config,
         block_size=chosen_block_size(config, load_options.block_size, device),
         enable_prefix_cache=load_options.enable_prefix_cache,
-        dtype=kv_cache_dtype,
+        **cache_formats(dtype, cache_dtypes, load_options.kv_cache_keep_layers),
         device=device,
         max_seq_len=max_seq_len,
         host_cache_bytes=load_options.host_cache_bytes,
@@ -221,7 +237,7 @@ def sized_cache_config(
     num_tables = len(cache.tables)
     num_blocks = (load_options.num_blocks or 0) * num_tables
     if not num_blocks:
-        num_blocks = ranks.least(blocks_that_fit(cache, kv_cache_dtype, device, max_seq_len, state_bytes))
+        num_blocks = ranks.least(blocks_that_fit(cache, cache_dtypes[0], device, max_seq_len, state_bytes))
     return replace(cache, num_blocks=num_blocks, num_swap_blocks=load_options.num_swap_blocks * num_tables)
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.core.dtypes import KvKind
 from paged.kernels.core.errors import shown
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.interface import EXPERTS, PAGED
@@ -33,7 +34,7 @@ def load_module_network(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    has_fp8_cache: bool,
+    cache_kinds: tuple[KvKind, KvKind],
     ranks: Ranks,
 ) -> ModuleNetwork:
     """Return a network over transformers' module with the weights of a folder, after it has passed `check_module`.
@@ -46,7 +47,7 @@ def load_module_network(
             the files hold scales for such a cache.
     """
     with ranks.apart():
-        module = _load(config, folder, dtype, has_fp8_cache=has_fp8_cache)
+        module = _load(config, folder, dtype, cache_kinds=cache_kinds)
     check_module(config, module, device, ranks)
     _LOG.warning("%s: no family here; transformers' own %s runs over the paged cache", folder, config.architecture)
     network = ModuleNetwork(config, ranks.share, module, device)
@@ -54,7 +55,7 @@ def load_module_network(
     return network
 
 
-def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, has_fp8_cache: bool) -> Any:
+def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, cache_kinds: tuple[KvKind, KvKind]) -> Any:
     """Return transformers' module with the weights of a folder, in host memory."""
     stored = read_headers(folder)  # refuses an index that points outside of the folder
     _note_files(folder)
@@ -77,7 +78,7 @@ def _load(config: ModuleConfig, folder: Path, dtype: torch.dtype, *, has_fp8_cac
         names = sorted(map(str, report.get(f"{kind}_keys") or ()))
         if kind == "unexpected":
             kv_scales = list(filter(is_kv_scale, names))
-            if kv_scales and has_fp8_cache:
+            if kv_scales and any(kind.takes_scales for kind in cache_kinds):
                 raise UnsupportedError(
                     f"{folder}: {shown(kv_scales[0])}: scales of an 8-bit cache need a family; without kv_cache_dtype "
                     "they are skipped"

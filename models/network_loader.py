@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from paged.errors import CheckpointError, PagedError, UnsupportedError
+from paged.kernels.core.dtypes import KvKind
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
@@ -65,7 +66,7 @@ def load_network(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    has_fp8_cache: bool,
+    cache_kinds: tuple[KvKind, KvKind] | None,
     ranks: Ranks,
     track: Track = untracked,
     draft_prefix: str | None = None,
@@ -74,6 +75,8 @@ def load_network(
 
     Headers are compared with the configuration first, so that wrong sizes allocate no memory. Tensors whose names begin
     with `draft_prefix` are left to the draft head.
+
+    cache_kinds: of keys and values; None without a cache.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, stored twice, or has another shape or dtype; or a file is
@@ -100,10 +103,10 @@ def load_network(
     if network is not full_network:
         network.num_weights = num_weights(full_network)
     load_weights(stored, network.destinations(), parts, track, ranks.tick)
-    if has_fp8_cache:
+    if cache_kinds is not None and any(kind.takes_scales for kind in cache_kinds):
         num_kv_heads = [attention.num_kv_heads for attention in config.attention]
         scales = load_kv_scales(kv_scales, num_kv_heads, _filled_caches(config), device)
-        network.scale_caches(list(map(share.scales, config.attention, scales)))
+        network.scale_caches(list(map(share.scales, config.attention, scales)), cache_kinds)
     return network
 
 

@@ -16,9 +16,9 @@ from paged.cache.manager import PagedKvCacheManager
 from paged.errors import InvalidInputError, PagedError, UnsupportedError
 from paged.folder_path import as_folder
 from paged.kernels.core.device import use_triton
-from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.kernels.core.dtypes import kv_kind
 from paged.kernels.core.errors import shown
-from paged.models.cache_sizes import check_cache_dtype, sized_cache_config
+from paged.models.cache_sizes import check_cache_dtypes, sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.axk2 import AXK2
 from paged.models.families.cohere import COHERE
@@ -46,7 +46,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.rope import rope_frequencies
 from paged.models.loading.files_read import FilesRead, noting_reads
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.load_options import LoadOptions
+from paged.models.loading.load_options import LoadOptions, keys_and_values
 from paged.models.loading.weights import Track, read_headers, untracked
 from paged.models.network_loader import load_network
 from paged.models.paged_lm import PagedCausalLM
@@ -181,19 +181,19 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
         text = "%s: nothing reads %s; if the model's own code does, the answers are wrong"
         _LOG.warning(text, one_line(folder / "config.json"), one_line(", ".join(config.unknown_keys), 500))
     dtype = load_options.dtype or config.dtype
-    kv_cache_dtype = load_options.kv_cache_dtype or dtype
+    cache_dtypes = keys_and_values(load_options.kv_cache_dtype, dtype)
     max_seq_len = load_options.max_seq_len
     if max_seq_len is None:
         max_seq_len = config.max_position_embeddings
-    _check_options(load_options, config, kv_cache_dtype, max_seq_len, ranks)
+    _check_options(load_options, config, cache_dtypes, max_seq_len, ranks)
     device = load_options.device
-    has_fp8_cache = kv_cache_dtype in KV_KINDS and not kv_kind(kv_cache_dtype).has_scales
+    cache_kinds = kv_kind(cache_dtypes[0]), kv_kind(cache_dtypes[1])
     if isinstance(config, ModuleConfig):
         # Imported late, because importing transformers takes seconds.
         from paged.models.module_loader import load_module_network
 
         network: Network = load_module_network(
-            config, folder, dtype=dtype, device=device, has_fp8_cache=has_fp8_cache, ranks=ranks
+            config, folder, dtype=dtype, device=device, cache_kinds=cache_kinds, ranks=ranks
         )
     else:
         draft_prefix = None
@@ -206,14 +206,14 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
                 folder,
                 dtype=dtype,
                 device=device,
-                has_fp8_cache=has_fp8_cache,
+                cache_kinds=cache_kinds,
                 ranks=ranks,
                 track=track,
                 draft_prefix=draft_prefix,
             )
     if load_options.draft is not None:
         network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, device, track)
-    kv_config = sized_cache_config(_with_draft_layer(network), dtype, kv_cache_dtype, max_seq_len, load_options, ranks)
+    kv_config = sized_cache_config(_with_draft_layer(network), dtype, cache_dtypes, max_seq_len, load_options, ranks)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
         model = PagedCausalLM(
@@ -229,13 +229,17 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
 
 
 def _check_options(
-    load_options: LoadOptions, config: DecoderConfig, kv_cache_dtype: torch.dtype, max_seq_len: int, ranks: Ranks
+    load_options: LoadOptions,
+    config: DecoderConfig,
+    cache_dtypes: tuple[torch.dtype, torch.dtype],
+    max_seq_len: int,
+    ranks: Ranks,
 ) -> None:
     """Refuse options that do not fit the model, before its weights are read."""
     known_positions = config.max_position_embeddings
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
-    check_cache_dtype(config, load_options.dtype or config.dtype, kv_cache_dtype)
+    check_cache_dtypes(config, load_options.dtype or config.dtype, cache_dtypes)
     if load_options.draft is not None and ranks.size > 1:
         raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
     if load_options.draft is not None and isinstance(config, ModuleConfig):

@@ -52,7 +52,7 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
         origin,
         dtype=model.dtype,
         device=torch.device("cpu"),
-        has_fp8_cache=False,
+        cache_kinds=None,
         ranks=model.ranks,
     )
     # The same weights may be stored in another layout.

@@ -239,10 +239,10 @@ def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> 
             cases.append(scaled_case(dtype))
     for native, text in ((True, " native"), (False, "")):
         targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
-        for kind, code in (("e4m3", "fp8e4nv"), ("e5m2", "fp8e5")):
-            cases.append(case(f" {kind}{text} scaled", code, scale, targets))
+        for form, code in (("e4m3", "fp8e4nv"), ("e5m2", "fp8e5")):
+            cases.append(case(f" {form}{text} scaled", code, scale, targets))
             if one_alone:
-                cases.append(case(f" {kind}{text}", code, {}, targets))
+                cases.append(case(f" {form}{text}", code, {}, targets))
     return cases
 
 

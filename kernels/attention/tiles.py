@@ -64,6 +64,7 @@ _16KB = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32, 1024: 16}
 # The same, with at most 64 keys, and with at most 32.
 _64_KEYS = {32: 64, 64: 64, 128: 64, 256: 64, 512: 32, 1024: 16}
 _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
+_NVFP4 = ("nvfp4",)
 _PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4", "nvfp4"), ("packed", "record", "mxfp8")
 # Kinds with scales of rows.
 _INT8 = ("int8", "e4m3_rows", *_INT4)
@@ -187,6 +188,7 @@ PREFILL: dict[str, tuple[Row, ...]] = {
         Row(128, 128, 8, 3, by_tma=True, width=256, scores=False, boxed=True, chips=("sm_90", "cpu")),
         Row(128, 64, 8, 3, by_tma=True, width=256),  # 210 registers, 128 KB of shared memory
         Row(64, 16, 8, 3, width=512, scores=True, kinds=_INT8),  # 64 x 32 would spill 32 registers
+        Row(64, 16, 8, 3, width=512, kinds=_NVFP4, chips=("sm_90",)),  # 64 x 32 would spill 58 registers
         Row(64, 32, 8, 3, width=512, kinds=_INT8),  # 128 x 32 would spill 29 registers
         # Keys of 192 and values of 128 elements: 235 registers, 213 KB of shared memory.
         Row(128, 64, 8, 3, by_tma=True, width=512, v_width=256, scores=False, kinds=_PLAIN),
@@ -200,6 +202,7 @@ PREFILL: dict[str, tuple[Row, ...]] = {
     ),
     # sm_80 has no wgmma, so operands pass through registers: at head_dim 128, 128 x 64 would spill 24.
     "middle": (
+        Row(32, 32, 8, 3, width=256, scores=True, kinds=_NVFP4),  # 64 x 32 would spill 16 registers
         Row(64, 32, 8, 3, width=256, kinds=_INT8),  # 128 x 32 would spill 8 registers, and 32 with all options
         Row(128, 64, 8, 3, width=128),
         Row(128, 32, 8, 3, width=256),

@@ -66,6 +66,11 @@ class KvKind:
         """Whether the cache holds scales, which `encode` chooses."""
         return self.group_size is not None
 
+    @property
+    def takes_scales(self) -> bool:
+        """Whether a call may give a scale, such as a checkpoint's."""
+        return self.has_table_scale or (self.is_bytes and not self.has_scales)
+
     def num_elements(self, width: int) -> int:
         """Return the elements of a row of `width` numbers."""
         return -(-width // self.numbers_per_element)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.core.device import NUMBA_DTYPES, use_triton, using_numba, wants_numba
+from paged.kernels.core.dtypes import KvKind
 from paged.kernels.cpu.products import pack
 from paged.kernels.layers.linear import linear
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
@@ -362,8 +363,10 @@ class Network(nn.Module):
                 else:
                     indexer.set_cache(keys, table, tables[rotation])
             k_scale, v_scale = kv_manager.scales(source)
-            if k_scale is not None and v_scale is not None:
-                layer.self_attn.k_scale, layer.self_attn.v_scale = held.of(k_scale), held.of(v_scale)
+            if k_scale is not None:
+                layer.self_attn.k_scale = held.of(k_scale)
+            if v_scale is not None:
+                layer.self_attn.v_scale = held.of(v_scale)
         share_bound(self)
         # Round the factor to the weights' dtype, as training did: Gemma 3 in bfloat16 has 34 instead of 33.94.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
@@ -390,12 +393,21 @@ class Network(nn.Module):
         if self._packed_embedding is not None:
             self._pack_embedding()
 
-    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1."""
+    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]], cache_kinds: tuple[KvKind, KvKind]) -> None:
+        """Give every layer k_scale and v_scale of the cache that it reads; a missing scale is 1.
+
+        scales: largest magnitude / 448 of all keys or values, or those of a head. NVFP4 takes one scale for all heads,
+        largest magnitude / (448 * 6). cache_kinds: of keys and values.
+        """
         for layer, source in zip(self.layers, self.config.cache_layers, strict=True):
-            if layer.self_attn is not None:
-                layer.self_attn.k_scale = scales[source].get("k_scale")
-                layer.self_attn.v_scale = scales[source].get("v_scale")
+            if layer.self_attn is None:
+                continue
+            for letter, kind in zip("kv", cache_kinds, strict=True):
+                scale = scales[source].get(f"{letter}_scale")
+                if kind.has_table_scale and scale is not None:
+                    setattr(layer.self_attn, f"{letter}_table_scale", scale.amax() / 6)
+                elif kind.takes_scales:
+                    setattr(layer.self_attn, f"{letter}_scale", scale)
         share_bound(self)
 
     def computing(self, *, is_invariant: bool = False) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
+from paged.kernels.core.dtypes import KvKind
 from paged.models.families.network import Network, rows_of
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
@@ -171,7 +172,7 @@ class ModuleNetwork(Network):
         for round_to in track(projections, desc="quantising", unit="projection"):
             round_to(form)
 
-    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def scale_caches(self, scales: Sequence[Mapping[str, torch.Tensor]], cache_kinds: tuple[KvKind, KvKind]) -> None:
         raise UnsupportedError("kv_cache_dtype: scales of a checkpoint need a family")
 
 

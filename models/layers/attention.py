@@ -63,8 +63,8 @@ class Attention(nn.Module):
     """Grouped-query attention over a paged KV cache: project, norm, rotate and write, attend, project.
 
     Shapes: T tokens, R rows that are returned, Hq query heads, Hkv heads of keys and values, D elements of a query or
-    key, Dv elements of a value. A value is its stored number times its scale; a missing scale is 1. int8 caches have a
-    scale per row.
+    key, Dv elements of a value. A value is its stored number times its scale; a missing scale is 1. Caches with
+    scales of rows may have one more for the table.
 
     Attributes:
         options: changes of queries, keys and values before they are written; most models have none.
@@ -77,6 +77,8 @@ class Attention(nn.Module):
     v_cache: torch.Tensor
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
+    k_table_scale: torch.Tensor | None = None
+    v_table_scale: torch.Tensor | None = None
     table: int
     cos_sin_cache: torch.Tensor
     head_weights: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
@@ -184,6 +186,8 @@ class Attention(nn.Module):
             interleaved=self.interleaved,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            k_table_scale=self.k_table_scale,
+            v_table_scale=self.v_table_scale,
         )  # [T, Hq, D]
         chosen_blocks: torch.Tensor | None = None
         if self.indexer is not None:
@@ -245,6 +249,8 @@ class Attention(nn.Module):
             sinks=self.sinks,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
+            k_table_scale=self.k_table_scale,
+            v_table_scale=self.v_table_scale,
             mask=mask,
             deterministic=is_invariant,
             plan=queries.plan,

@@ -64,6 +64,49 @@ def as_dtype(name: str, value: object, more_dtypes: Mapping[str, torch.dtype] | 
     return dtype
 
 
+CacheDtype = torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None
+"""Dtype of a KV cache, or those of its keys and values; None for the dtype of the weights."""
+
+
+def as_cache_dtype(name: str, value: object) -> CacheDtype:
+    """Return the dtype of a cache, given as in `LoadOptions`.
+
+    Raises:
+        InvalidInputError: the value is something else.
+    """
+    parts = value
+    if isinstance(value, str) and "," in value:
+        parts = tuple(part.strip() for part in value.split(","))
+    if not isinstance(parts, tuple):
+        return as_dtype(name, value, KV_CACHE_DTYPES)
+    if len(parts) != 2:
+        raise InvalidInputError(f"{name}: {shown(value)}, expected one dtype, or one of keys and one of values")
+    return as_dtype(name, parts[0], KV_CACHE_DTYPES), as_dtype(name, parts[1], KV_CACHE_DTYPES)
+
+
+def keys_and_values(kv_cache_dtype: CacheDtype, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of keys and values in the cache of a model in `dtype`."""
+    if not isinstance(kv_cache_dtype, tuple):
+        kv_cache_dtype = kv_cache_dtype, kv_cache_dtype
+    k_dtype, v_dtype = kv_cache_dtype
+    return k_dtype or dtype, v_dtype or dtype
+
+
+def as_layers(name: str, value: object) -> tuple[int, ...]:
+    """Return layer indices, given as integers or as text such as "0,1,27".
+
+    Raises:
+        InvalidInputError: the value is something else.
+    """
+    if not isinstance(value, str):
+        return tuple(as_token_ids(name, value))
+    if not value:
+        return ()
+    if not all(part.strip().isdecimal() for part in value.split(",")):
+        raise InvalidInputError(f"{name}: {shown(value)}, expected layers such as '0,1,27'")
+    return tuple(int(part) for part in value.split(","))
+
+
 def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
     """Return numbers of tokens for CUDA graphs, True for the default, False for no graphs, or None.
 
@@ -140,7 +183,9 @@ class LoadOptions:
         max_pinned_fraction: share of the KV cache that pinned prefixes may keep, below 1, see `PagedKvCacheConfig`.
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise a dtype of 8 or 4 bits, as torch.dtype or
             a name in KV_CACHE_DTYPES: an 8-bit float with the checkpoint's scales (1 if it has none), int8 with a scale
-            for each head and token, or int4 with a scale for 32 numbers of a head. Latents take float8_e4m3fn alone.
+            for each head and token (fp8_per_token_head likewise), int4 with a scale for 32 numbers of a head, or nvfp4
+            with one for 16. Latents take float8_e4m3fn alone. "int8,int4" is int8 for keys and int4 for values.
+        kv_cache_keep_layers: indices of layers whose K/V keep the dtype of the weights, such as (0, 1) or "0,1".
         max_loras: number of adapters that can be loaded at once.
         max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
             rank.
@@ -182,7 +227,8 @@ class LoadOptions:
     cache_folder_bytes: int | None = None
     enable_prefix_cache: bool = True
     max_pinned_fraction: float = 0.0
-    kv_cache_dtype: torch.dtype | None = None
+    kv_cache_dtype: CacheDtype = None
+    kv_cache_keep_layers: tuple[int, ...] = ()
     max_loras: int = 8
     max_lora_rank: int = 64
     cuda_graphs: bool | tuple[int, ...] | None = None
@@ -212,7 +258,8 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "cache_folder_bytes": partial(_as_optional_size, low=0, high=None),
     "enable_prefix_cache": as_bool,
     "max_pinned_fraction": partial(as_float, low=0.0, high=1.0),
-    "kv_cache_dtype": partial(as_dtype, more_dtypes=KV_CACHE_DTYPES),
+    "kv_cache_dtype": as_cache_dtype,
+    "kv_cache_keep_layers": as_layers,
     "max_loras": _as_size,
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,

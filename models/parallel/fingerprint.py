@@ -38,6 +38,7 @@ LEFT_OUT: Mapping[str, str] = {
     "device": "its type is in the layout of blocks, its architecture in `arithmetic_parts`",
     "dtype": "the dtype of the network is in the digest",
     "kv_cache_dtype": "the dtype of the cache is in the layout",
+    "kv_cache_keep_layers": "the layers are in the layout",
     "block_size": "the size is in the layout",
     "max_seq_len": "it reaches K/V by the frequencies of rotations, which are in the digest",
     "num_blocks": "as max_seq_len, of which the pool may hold less",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, PagedError
-from paged.models.cache_sizes import GPU_FRACTION, cache_config, check_cache_dtype, in_whole_pools
+from paged.models.cache_sizes import GPU_FRACTION, cache_config, cache_formats, check_cache_dtypes, in_whole_pools
 from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.load_options import CacheDtype, keys_and_values
 from paged.models.loading.weights import StoredTensors, num_weights, read_header
 from paged.models.network_loader import meta_network, rank_network, text_tensors, with_stored_layout
 from paged.models.parallel.share import Share, ring_bytes, step_bytes
@@ -47,7 +48,8 @@ def summarize(
     *,
     device_bytes: int | None = None,
     dtype: torch.dtype | None = None,
-    kv_cache_dtype: torch.dtype | None = None,
+    kv_cache_dtype: CacheDtype = None,
+    kept_layers: tuple[int, ...] = (),
     state_dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     spreads: Sequence[Share] = (),
@@ -132,10 +134,11 @@ def summarize(
             meta_network(network_class, config, config.dtype)  # raises if a layer's sizes cannot be packed
         if dtype is None:
             dtype = config.dtype
-        cache_dtype = kv_cache_dtype or dtype
-        check_cache_dtype(config, dtype, cache_dtype)
+        cache_dtypes = keys_and_values(kv_cache_dtype, dtype)
+        check_cache_dtypes(config, dtype, cache_dtypes)
+        formats = cache_formats(dtype, cache_dtypes, kept_layers)
         summary["block_size"] = block_size = in_whole_pools(config, block_size)
-        needs = partial(_needs, network_class, config, dtype, cache_dtype, state_dtype, block_size, device_bytes)
+        needs = partial(_needs, network_class, config, dtype, formats, state_dtype, block_size, device_bytes)
         summary |= needs(Share())._asdict()
     except PagedError as error:
         return summary | {"supported": False, "backend": None, "reason": str(error).removeprefix(f"{hf.source}: ")}
@@ -148,7 +151,7 @@ def summarize(
             break
     return summary | {
         "dtype": _name(dtype),
-        "kv_cache_dtype": _name(cache_dtype),
+        "kv_cache_dtype": ",".join(str(_name(cache_dtype)) for cache_dtype in dict.fromkeys(cache_dtypes)),
         "sliding_layers": sum(window is not None for window in config.windows),
         "unknown_keys": list(config.unknown_keys),
         "num_experts": num_experts,
@@ -186,13 +189,14 @@ def _needs(
     network_class: type[Network],
     config: DecoderConfig,
     dtype: torch.dtype,
-    cache_dtype: torch.dtype,
+    formats: Mapping[str, Any],
     state_dtype: torch.dtype,
     block_size: int,
     device_bytes: int | None,
     share: Share,
 ) -> Needs:
-    cache = cache_config(share.config(config), block_size=block_size, dtype=cache_dtype)
+    cache = cache_config(share.config(config), block_size=block_size, **formats)
+    cache_dtype = formats["dtype"]
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
     num_table_elements = 0
     if isinstance(config, DecoderConfig):

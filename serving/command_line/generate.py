@@ -74,9 +74,16 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="default: the checkpoint's own")
     parser.add_argument(
         "--kv-cache-dtype",
-        choices=["auto", "fp8", "fp8_e5m2", "int8", "int4"],
         default="auto",
-        help="auto: the dtype of the weights",
+        metavar="DTYPE",
+        help="auto (the dtype of the weights), fp8, fp8_e5m2, fp8_per_token_head, int8, int4 or nvfp4; two such as "
+        "int8,int4 for keys and values",
+    )
+    parser.add_argument(
+        "--kv-cache-keep-layers",
+        default="",
+        metavar="LAYERS",
+        help="layers whose keys and values keep the dtype of the weights, such as 0,1",
     )
     parser.add_argument(
         "--state-dtype",
@@ -376,7 +383,7 @@ def _executor(folder: Path, args: argparse.Namespace, head: str | None = None, *
     from paged.executors.llm_executor import LlmExecutor
 
     names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype state_dtype max_lora_rank"
-    options = {name: getattr(args, name) for name in names.split()}
+    options = {name: getattr(args, name) for name in [*names.split(), "kv_cache_keep_layers"]}
     options |= tiers
     return LlmExecutor.from_pretrained(folder, **options, draft=head, max_loras=max(len(args.lora), args.max_loras))
 

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         return _draw(args)
     from paged.kernels.attention.tiles import default_block_size
     from paged.kernels.core.device import device_of
-    from paged.models.loading.load_options import KV_CACHE_DTYPES, as_device, as_dtype, as_state_dtype
+    from paged.models.loading.load_options import as_cache_dtype, as_device, as_dtype, as_layers, as_state_dtype
     from paged.models.parallel.ranks import ParallelConfig
     from paged.models.parallel.share import Share
     from paged.serving.command_line.checkpoint_summary import summarize
@@ -109,13 +109,14 @@ def run(args: argparse.Namespace) -> int:
         sizes = sorted({*_SIZES, parallel.tensor_parallel_size} - {1})
         spreads = [Share(0, size, args.expert_parallel) for size in sizes]
     dtype = as_dtype("--dtype", args.dtype)
-    cache_dtype = as_dtype("--kv-cache-dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
+    cache_dtype = as_cache_dtype("--kv-cache-dtype", args.kv_cache_dtype)
     block_size = args.block_size or default_block_size(device_of(as_device("device", None)).arch)
     summary = summarize(
         folder,
         device_bytes=device_bytes,
         dtype=dtype,
         kv_cache_dtype=cache_dtype,
+        kept_layers=as_layers("--kv-cache-keep-layers", args.kv_cache_keep_layers),
         state_dtype=as_state_dtype("--state-dtype", args.state_dtype),
         block_size=block_size,
         spreads=spreads,

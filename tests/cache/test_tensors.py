@@ -66,7 +66,7 @@ def test_rows_and_scales_lie_apart(changes: dict[str, Any], dtype: torch.dtype, 
 
 def stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What a cache holds of rows, float64; in int8 the largest magnitude of each is 127 steps."""
-    if dtype == torch.bits4x2:
+    if kv_kind(dtype).has_scales and dtype != torch.int8:
         return kv_kind(dtype).decode(*kv_kind(dtype).encode(rows, None), torch.float64)
     if dtype != torch.int8:
         return (to_float8(rows, dtype) if dtype.itemsize == 1 else rows.to(dtype)).double()
@@ -74,9 +74,12 @@ def stored(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(step == 0, 0.0, (rows / step).round() * step)
 
 
+PACKED = torch.bits8, torch.bits4x2, torch.float4_e2m1fn_x2
+
+
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.bits4x2], ids=str
+    "dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, *PACKED], ids=str
 )
 def test_rows_and_their_scales_stay_together(dtype: torch.dtype, device: torch.device) -> None:
     """Shared, copied, swapped out and back, found as a prefix, rolled back, cleared; saturated; NaN is told."""

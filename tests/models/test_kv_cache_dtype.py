@@ -252,11 +252,27 @@ def _as_int4(rows: torch.Tensor) -> torch.Tensor:
     return ((groups / step).round().clamp(-8, 7) * step).flatten(-2).to(rows.dtype)
 
 
+def _as_nvfp4(rows: torch.Tensor) -> torch.Tensor:
+    """16 numbers have the magnitudes of e2m1, times an e4m3 scale."""
+    groups = rows.float().unflatten(-1, (-1, min(16, rows.shape[-1])))
+    step = (groups.abs().amax(-1, keepdim=True) / 6).to(FP8).float()
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    nearest = (groups.abs() / step).unsqueeze(-1).sub(magnitudes).abs().argmin(-1)
+    return (magnitudes[nearest] * step * groups.sign()).flatten(-2).to(rows.dtype)
+
+
+def _as_scaled_fp8(rows: torch.Tensor) -> torch.Tensor:
+    step = rows.abs().amax(-1, keepdim=True) / 448
+    return (rows / step).to(FP8).to(rows.dtype) * step
+
+
 ROUNDINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fp8": lambda rows: rows.to(FP8).to(rows.dtype),
     "fp8_e5m2": lambda rows: rows.to(torch.float8_e5m2).to(rows.dtype),
     "int8": _as_int8,
     "int4": _as_int4,
+    "nvfp4": _as_nvfp4,
+    "fp8_per_token_head": _as_scaled_fp8,
 }
 _FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "hunyuan_v1_dense", "llama", "mistral", "qwen3", "qwen3_moe")
 
@@ -270,6 +286,9 @@ _FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "hunyuan_v1_dense", "llama
         ("gemma4_shared_kv", "int8"),
         pytest.param("llama", "int4", marks=pytest.mark.thorough),
         pytest.param("gemma4_shared_kv", "int4", marks=pytest.mark.thorough),
+        pytest.param("llama", "nvfp4", marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", "fp8_per_token_head", marks=pytest.mark.thorough),
+        pytest.param("gemma4_shared_kv", "int8,nvfp4", marks=pytest.mark.thorough),
     ],
 )
 def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,15 +298,52 @@ def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monk
     exact = module.eager_attention_forward
 
     def rounded(layer: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return exact(layer, query, *map(ROUNDINGS[kind], (key, value)), *rest, **options)
+        k_kind, _, v_kind = kind.partition(",")
+        key, value = ROUNDINGS[k_kind](key), ROUNDINGS[v_kind or k_kind](value)
+        return exact(layer, query, key, value, *rest, **options)
 
     prompt = tokens(40)
     unrounded = logits_of(theirs, prompt)[-1]
     monkeypatch.setattr(module, "eager_attention_forward", rounded)
     expected = logits_of(theirs, prompt)[-1]
-    assert not torch.allclose(unrounded, expected, atol=1e-4 if kind == "int8" else 1e-2)
+    assert not torch.allclose(unrounded, expected, atol=1e-4 if "int8" in kind else 1e-2)
     model = load_model(tmp_path, kv_cache_dtype=kind, block_size=8)
     assert_rounded_alike(model.prefill("whole", prompt), expected, unrounded)
     model.unified_forward([UnifiedBatchItem("cut", prompt[:21], is_final_chunk=False)])
     model.unified_forward([UnifiedBatchItem("cut", prompt[21:39], pos_offset=21, is_final_chunk=False)])
     assert_rounded_alike(model.decode("cut", prompt[39], 39), expected, unrounded)
+
+
+def test_layers_that_keep_the_dtype_of_the_weights(folder: Path) -> None:
+    """With every layer kept, the logits are those of a plain cache; with none, they are not."""
+    prompt = tokens(40)
+    expected = load_model(folder).prefill("a", prompt)
+    kept = load_model(folder, kv_cache_dtype="int8,int4", kv_cache_keep_layers="0,1").prefill("a", prompt)
+    assert torch.equal(kept, expected)
+    model = load_model(folder, kv_cache_dtype="int8,int4", kv_cache_keep_layers=[1])
+    dtypes = [(attention(model, layer).k_cache.dtype, attention(model, layer).v_cache.dtype) for layer in range(2)]
+    assert dtypes == [(torch.int8, torch.bits4x2), (model.dtype, model.dtype)]
+    assert not torch.equal(model.prefill("a", prompt), expected)
+    config = model.kv_manager.config
+    # Per token 2 heads of 32 numbers: int8 with a float32, int4 with a bfloat16, and twice the weights' dtype.
+    assert config.block_bytes(torch.int8) == config.block_size * 2 * (
+        (32 + 4) + (16 + 2) + 2 * 32 * model.dtype.itemsize
+    )
+    for options, message in (
+        ({"kv_cache_dtype": "int8,int4,int8"}, "kv_cache_dtype: 'int8,int4,int8', expected one dtype, or one of keys"),
+        ({"kv_cache_keep_layers": "first"}, "kv_cache_keep_layers: 'first', expected layers such as '0,1,27'"),
+        ({"kv_cache_keep_layers": [2]}, "kept_layers: 2, expected"),
+    ):
+        with pytest.raises(InvalidInputError, match=message):
+            load_model(folder, **options)
+
+
+def test_scales_of_a_checkpoint_for_nvfp4(folder: Path) -> None:
+    """The largest magnitude is 448 times a scale of 8-bit floats, and 448 * 6 times one of NVFP4."""
+    add(folder, 2, k_scale=torch.tensor(0.25), v_scale=torch.tensor([0.5, 0.75]))
+    layer = attention(load_model(folder, kv_cache_dtype="nvfp4"))
+    assert layer.k_table_scale is not None
+    assert layer.v_table_scale is not None
+    assert (layer.k_table_scale * 24, layer.v_table_scale * 8) == (1.0, 1.0)
+    assert layer.k_scale is not None
+    assert layer.k_scale.dtype == FP8

@@ -113,7 +113,8 @@ def test_kernels_know_every_kind(dtype: torch.dtype, device: torch.device) -> No
     rows, kind = torch.randn(4, 2, 32, device=device), kv_kind(dtype)
     expected = kind.decode(*kind.encode(rows, None), torch.float32)
     assert_within(_read_back(rows, dtype), expected.double(), 1e-6 * rows.abs().max())
-    assert kind.row_bytes(32) == {"int8": 32 + 4, "int4": 16 + 2}.get(kind.name, 32)
+    sizes = {"int8": 32 + 4, "e4m3_rows": 32 + 4, "int4": 16 + 2, "nvfp4": 16 + 2}
+    assert kind.row_bytes(32) == sizes.get(kind.name, 32)
 
 
 class _Int16(KvKind):
