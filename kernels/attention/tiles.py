@@ -479,8 +479,8 @@ def mla_tile(
 
 
 def slowest_kind(k_kind: str, v_kind: str) -> str:
-    """Return the kind whose tile keys and values take: the one whose numbers take more registers."""
-    kinds = ("", *_FP8, *_INT8)
+    """Return the kind whose tile keys and values take: the one that takes more registers at head_dim 128."""
+    kinds = ("", *_FP8, *_INT4, "e4m3_rows", "int8")
     return kinds[max(kinds.index(k_kind), kinds.index(v_kind))]
 
 

@@ -449,9 +449,11 @@ def decode_nvfp4(packed, scale_codes, NATIVE_FP8: tl.constexpr):
     bias is larger by 14. A product has 6 bits, and is 2^-10 to 2688.
     """
     DIM: tl.constexpr = 2 * packed.shape[1]
-    wide = packed.to(tl.uint16)
-    first = ((wide << 12) & 0x8000) | ((wide << 9) & 0x0E00)
-    second = ((wide << 8) & 0x8000) | ((wide << 5) & 0x0E00)
+    # Both numbers of a byte in one word: the second one's bits lie 16 higher.
+    wide = packed.to(tl.uint32)
+    wide = wide | (wide << 12)
+    pairs = ((wide << 12) & 0x80008000) | ((wide << 9) & 0x0E000E00)
+    first, second = pairs.to(tl.uint16), (pairs >> 16).to(tl.uint16)
     numbers = tl.join(first, second).reshape(packed.shape[0], DIM).to(tl.float16, bitcast=True) * 16384.0
     groups = numbers.reshape(packed.shape[0], scale_codes.shape[1], DIM // scale_codes.shape[1])
     return (groups * decode_e4m3(scale_codes, NATIVE_FP8)[:, :, None]).reshape(packed.shape[0], DIM)

@@ -288,7 +288,7 @@ _FAMILIES = ("gemma3", "gemma4_shared_kv", "gpt_oss", "hunyuan_v1_dense", "llama
         pytest.param("gemma4_shared_kv", "int4", marks=pytest.mark.thorough),
         pytest.param("llama", "nvfp4", marks=pytest.mark.thorough),
         pytest.param("gpt_oss", "fp8_per_token_head", marks=pytest.mark.thorough),
-        pytest.param("gemma4_shared_kv", "int8,nvfp4", marks=pytest.mark.thorough),
+        pytest.param("gemma3", "int8,nvfp4", marks=pytest.mark.thorough),
     ],
 )
 def test_logits_over_an_8_bit_cache(family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

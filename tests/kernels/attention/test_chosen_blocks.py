@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import paged.kernels.attention.chosen_kernel
+import paged.kernels.attention.online_softmax
 from paged import paged_attention
 from paged.bench.attention.problem import Problem, call_of
 from paged.bench.cards.attention import chosen_keys
@@ -14,7 +14,7 @@ from tests.backends import needs_numba
 from tests.kernels.attention.problem import ATTENTION, check
 from tests.tolerance import assert_close
 
-module = paged.kernels.attention.chosen_kernel
+module = paged.kernels.attention.online_softmax
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ MUTATIONS = {
         "starts[:, None] + 0 * tl.arange(0, GROUPS)",
     ),
     "nibbles of nvfp4 are swapped": ("nvfp4", "tl.join(first, second)", "tl.join(second, first)"),
-    "the sign of nvfp4 is lost": ("nvfp4", "((wide << 12) & 0x8000) |", "((wide << 12) & 0x0000) |"),
+    "the sign of nvfp4 is lost": ("nvfp4", "((wide << 12) & 0x80008000) |", ""),
     "no scale of the table": (
         "nvfp4",
         "scale = tl.load(table_scale_ptr)",

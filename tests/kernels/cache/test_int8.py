@@ -24,10 +24,10 @@ SLOT = "slot_offset(slots, stride_block, stride_slot, KV"
 MUTATIONS = {
     "no fault": ("", ""),
     "values are cut off": ("((x + _ROUNDER) - _ROUNDER).to(tl.int8)", "x.to(tl.int8)"),
-    "the largest is no step": ("127.0 / tl.maximum", "126.0 / tl.maximum"),
+    "the largest is no step": ("return LARGEST / tl.maximum", "return (LARGEST - 1.0) / tl.maximum"),
     "the scale of a neighbour": (SLOT, SLOT.replace("slots", "slots ^ 1")),
     "V's scales for K": ("k_scale_ptr, slots, heads, stride_k_scale_b", "v_scale_ptr, slots, heads, stride_k_scale_b"),
-    "NaN is forgotten": ("largest / 127.0 + not_finite", "largest / 127.0"),
+    "NaN is forgotten": ("largest / LARGEST + not_finite", "largest / LARGEST"),
 }
 
 
