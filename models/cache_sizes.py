@@ -287,7 +287,29 @@ def _num_slots(slot_bytes: int, load_options: LoadOptions, fraction: float) -> i
     num_slots = load_options.num_state_slots
     if num_slots is None and load_options.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(load_options.device)
-        num_slots = min(int(free_bytes * GPU_FRACTION * fraction) // slot_bytes, _MOST_SLOTS)
+        num_slots = _default_slots(slot_bytes, free_bytes, fraction)
     elif num_slots is None:
         num_slots = min(_CPU_SLOTS, _CPU_BYTES // slot_bytes)
     return max(num_slots, 2)
+
+
+def _default_slots(slot_bytes: int, free_bytes: int, fraction: float) -> int:
+    """Return the number of slots on a GPU with `free_bytes`, of which the cache takes GPU_FRACTION."""
+    return max(2, min(int(free_bytes * GPU_FRACTION * fraction) // slot_bytes, _MOST_SLOTS))
+
+
+def default_slots_bytes(cache: PagedKvCacheConfig, dtype: torch.dtype, free_bytes: int) -> int:
+    """Return the bytes of all slots of states, and of rows of open pools, that a GPU with `free_bytes` gets by default.
+
+    dtype: of the weights, and of the states' convolutions.
+    """
+    sizes: list[tuple[int, float]] = []
+    if cache.recurrent is not None and cache.has_kv:
+        sizes.append((cache.recurrent.slot_bytes(dtype), _STATE_FRACTION))
+    for group in cache.groups or ():
+        if isinstance(group, OpenPoolGroup):
+            sizes.append((group.slot_bytes, _OPEN_FRACTION))
+    total = 0
+    for slot_bytes, fraction in sizes:
+        total += (_default_slots(slot_bytes, free_bytes, fraction) + 1) * slot_bytes
+    return total

@@ -199,7 +199,7 @@ def choose_keys(
     num_columns = _num_columns(key_cache, block_table, candidates, candidate_size)
     shape = len(q), min(top_k, num_columns)
     by_triton = use_triton(q)
-    if not by_triton and (pool_size > 1 or candidates is not None or not takes_numba(q, weights=(weights,))):
+    if not by_triton and (candidates is not None or not takes_numba(q, weights=(weights,))):
         return _run_definition
     if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
@@ -207,7 +207,7 @@ def choose_keys(
     if not by_triton:
         from ..cpu.attention.choose_blocks import bind_keys
 
-        return bind_keys(q, key_cache, weights, block_table, shape[1], spans)
+        return bind_keys(q, key_cache, weights, block_table, pool_size, shape[1], spans)
     block_n, _ = index_tile(q.element_size())
     launches = SpanLaunches(
         _index_scores_kernel,

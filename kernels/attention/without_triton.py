@@ -154,8 +154,12 @@ def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
 
 def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
     """Return a function that computes calls of `paged_compressed_attention` like this one."""
-    del plan  # not used: every call reads the lengths itself
-    return_lse, window_left = call.return_lse, call.sliding_window - 1
+    numbers = [call.q]
+    if call.kv_cache.dtype != torch.uint8:
+        numbers.append(call.kv_cache)
+    if takes_numba(*numbers, weights=(call.sinks,)):
+        return _bind_compressed_numba(call, plan)
+    return_lse = call.return_lse
     options: dict[str, Any] = {
         "softmax_scale": call.softmax_scale,
         "sliding_window": call.sliding_window,
@@ -181,13 +185,9 @@ def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any
     ) -> Any:
         _note_read("paged_compressed_attention")
         lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
-        _check(q, kv_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_left)
-        tensors = {"q": q, "entry_cache": entry_cache, "entry_table": entry_table, **lengths}
-        entry_ids = call._replace(max_seqlen_q=max_seqlen_q, **tensors).entry_ids()
-        if entry_ids is not None:
-            check_sequences_on_host(entry_ids)
-        if cos_sin_cache is not None:
-            check_ids_on_host("seq_lens", seq_lens, 0, len(cos_sin_cache))
+        tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, **lengths}
+        entries = {"entry_cache": entry_cache, "entry_table": entry_table, "cos_sin_cache": cos_sin_cache}
+        _check_compressed(call._replace(max_seqlen_q=max_seqlen_q, **tensors, **entries))
         results = compressed_definition.paged_compressed_attention(
             q, kv_cache, entry_cache, block_table=block_table, entry_table=entry_table, **lengths, **options,
             indices=indices, sinks=sinks, cos_sin_cache=cos_sin_cache,
@@ -195,6 +195,17 @@ def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any
         return _rounded(results, q.dtype, out, return_lse=return_lse)
 
     return run
+
+
+def _check_compressed(call: CompressedCall) -> None:
+    """Raise InvalidInputError for lengths, offsets, blocks or positions out of range."""
+    lengths = call.block_table, call.cu_seqlens_q, call.seq_lens, call.max_seqlen_q
+    _check(call.q, call.kv_cache, *lengths, call.sliding_window - 1)
+    entry_ids = call.entry_ids()
+    if entry_ids is not None:
+        check_sequences_on_host(entry_ids)
+    if call.cos_sin_cache is not None:
+        check_ids_on_host("seq_lens", call.seq_lens, 0, len(call.cos_sin_cache))
 
 
 def _check(
@@ -282,6 +293,56 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 "k_scale": k_scale,
                 "v_scale": v_scale,
                 "chosen_blocks": chosen_blocks,
+            }
+        )
+        if lse is None:
+            return out
+        return out, lse
+
+    return run
+
+
+def _bind_compressed_numba(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
+    """Return a function that runs a numba kernel, which trusts the lengths and blocks that are checked here."""
+    from ..cpu.attention import compressed_attention
+
+    _check_compressed(call)
+    bound_plan = reference_to(plan)
+    launch = compressed_attention.launch_for(call)
+    return_lse = call.return_lse
+
+    def run(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        entry_cache: torch.Tensor | None = None,
+        *,
+        block_table: torch.Tensor,
+        entry_table: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        indices: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        cos_sin_cache: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> Any:
+        assert plan is bound_plan()
+        out, lse = outputs(q, q.shape[2], out, return_lse=return_lse)
+        launch(
+            {
+                "q": _apart(q, out),
+                "kv_cache": kv_cache,
+                "entry_cache": entry_cache,
+                "out": out,
+                "block_table": block_table,
+                "entry_table": entry_table,
+                "cu_seqlens_q": cu_seqlens_q.contiguous(),
+                "seq_lens": seq_lens.contiguous(),
+                "indices": indices,
+                "sinks": None if sinks is None else sinks.contiguous(),
+                "cos_sin_cache": cos_sin_cache,
+                "lse": lse,
             }
         )
         if lse is None:

@@ -15,7 +15,7 @@ from ..core.checks import (
     check_writable,
 )
 from ..core.compat import triton
-from ..core.device import use_triton
+from ..core.device import takes_numba, use_triton
 from ..core.dtypes import has_native_e4m3
 from ..core.errors import InvalidInputError, as_bool, as_int
 from ..core.ids import Ids, check_all_ids, checks_ids
@@ -163,21 +163,29 @@ def write_pooled_entries(
         entry_cache, head_dim, norm_weight, eps, positions, cos_sin_cache, interleaved, rotates_last
     )
     by_triton, checks = use_triton(row_cache), checks_ids(row_cache)
-    launch: Compute = nothing
-    if by_triton and len(row_slots):
+    launch: Compute | None = None
+    sizes = {**strides("block slot", row=row_cache), "POOL_SIZE": pool_size, "HEAD_DIM": head_dim, **finish}
+    if not len(row_slots):
+        launch = nothing
+    elif by_triton:
         dim_padded = triton.next_power_of_2(head_dim)
         options = {
-            **strides("block slot", row=row_cache),
             **strides("position", bias=position_bias),
-            "POOL_SIZE": pool_size,
             "CHUNK": min(triton.next_power_of_2(num_halves * pool_size), TILE_SIZE // dim_padded),
-            "HEAD_DIM": head_dim,
             "DIM_PADDED": dim_padded,
             "ROW_BLOCK_SIZE": block_size,
             "num_warps": NUM_WARPS,
-            **finish,
+            **sizes,
         }
         launch = Launch(_pooled_entries_kernel, (len(row_slots),), options)
+    elif takes_numba(row_cache, weights=(position_bias, norm_weight)):
+        from ..cpu.cache import write_pooled_entries as numba_write
+
+        form = numba_write.form_of(entry_cache, finish["KIND"])
+        if form is not None:
+            num_entry_slots = entry_cache.shape[0] * entry_cache.shape[1] * pool_size
+            num_positions = 0 if cos_sin_cache is None else len(cos_sin_cache)
+            launch = numba_write.launch_for(row_cache, len(row_slots), num_entry_slots, num_positions, form, sizes)
 
     def run(
         row_cache: torch.Tensor,
@@ -193,7 +201,7 @@ def write_pooled_entries(
         cu_seqlens_q: torch.Tensor | None = None,
         **_: object,
     ) -> None:
-        if checks or not by_triton:
+        def check(*, by_triton: bool) -> None:
             ids = [
                 Ids("row_slots", row_slots, None, row_cache.shape[0] * block_size - 1),
                 Ids("entry_slots", entry_slots, None, entry_cache.shape[0] * entry_cache.shape[1] * pool_size - 1),
@@ -201,7 +209,10 @@ def write_pooled_entries(
             if cos_sin_cache is not None and positions is not None:
                 ids.append(Ids("positions", positions, 0, len(cos_sin_cache) - 1))
             check_all_ids("write_pooled_entries", *ids, by_triton=by_triton)
-        if not by_triton:
+
+        if launch is None or (checks and by_triton):
+            check(by_triton=by_triton)
+        if launch is None:
             pooled_definition.write_entries(
                 row_cache,
                 entry_cache,
@@ -222,7 +233,7 @@ def write_pooled_entries(
         num_seqs = stride_table_seq = 0
         if row_table is not None:
             num_seqs, stride_table_seq = len(row_table), row_table.stride(0)
-        launch(
+        status = launch(
             {
                 # A bound call may follow with other sequences.
                 "num_seqs": num_seqs,
@@ -239,6 +250,9 @@ def write_pooled_entries(
                 **entry_tensors(entry_cache, head_dim, finish["KIND"]),
             }
         )
+        if status:  # the numba kernel has found an id out of range
+            check(by_triton=False)
+            raise InvalidInputError("row_table: it lacks a pool before one that the step closes")
 
     return run
 

@@ -150,6 +150,21 @@ def load_vector(builder, pointer, index):
     return _widened(builder, builder.load(at(builder, pointer, index, element), align=4 if element == _FLOAT else 2))
 
 
+@emitted(_vector)
+def load_e4m3(builder, codes, index):
+    """Load 16 finite e4m3 numbers from an index on."""
+    words = builder.zext(builder.load(at(builder, codes, index, _BYTE), align=1), WORDS)
+    magnitudes = builder.shl(builder.and_(words, _each(0x7F)), _each(20))
+    signs = builder.shl(builder.and_(words, _each(0x80)), _each(24))
+    # The bits of a float32 that is 2^120 times smaller: float32's bias is 127, that of e4m3 is 7.
+    small = builder.bitcast(builder.or_(magnitudes, signs), VECTOR)
+    return builder.fmul(small, ir.Constant(VECTOR, [2.0**120] * LANES))
+
+
+def _each(word: int) -> ir.Constant:
+    return ir.Constant(WORDS, [word] * LANES)
+
+
 def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Return a mask of the first `count` lanes; all lanes if it is larger."""
     lanes = ir.Constant(WORDS, list(range(LANES)))

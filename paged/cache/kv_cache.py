@@ -421,8 +421,14 @@ class PagedKvCacheConfig:
         return self.block_size * num_bytes
 
     def token_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a token in a cache of `dtype`, over all layers and tables."""
-        return -(-self.block_bytes(dtype) * len(self.tables) // self.block_size)
+        """Return the bytes of a token in a cache of `dtype`, over all layers and tables.
+
+        If no layer keeps rows of all tokens, but entries of pools, these are the bytes of entries.
+        """
+        num_tables = len(self.tables)
+        if self.num_whole and not any(sum(table.row_sizes) for table in self.tables[: self.num_whole]):
+            num_tables = self.num_whole
+        return -(-self.block_bytes(dtype) * num_tables // self.block_size)
 
     def growth_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes by which a token makes a long sequence grow: those of layers without a window."""

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from paged.errors import CheckpointError, PagedError
-from paged.models.cache_sizes import GPU_FRACTION, cache_config, cache_formats, check_cache_dtypes, in_whole_pools
+from paged.models.cache_sizes import (
+    GPU_FRACTION,
+    cache_config,
+    cache_formats,
+    check_cache_dtypes,
+    default_slots_bytes,
+    in_whole_pools,
+)
 from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
@@ -68,12 +75,12 @@ def summarize(
         stored_bytes: size of the weight files.
         weight_bytes: size after loading; packed weights stay packed, all others have `dtype`.
         host_bytes: part of them that stays in host memory beside a GPU; None for no such weights.
-        kv_bytes_per_token: K and V of all layers.
+        kv_bytes_per_token: K and V of all layers; entries alone if all rows lie in windows.
         growth_bytes, sequence_bytes: those of layers that see all tokens, and what a long sequence takes besides; None
             without windows.
         state_bytes, conv_bytes: recurrent states of a sequence, and rows of their convolutions.
-        kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights; None also
-            for a model without K/V.
+        kv_tokens: tokens of all sequences, in whole blocks, that fit into `device_bytes` besides the weights and the
+            slots of sequences; None also for a model without K/V.
         sliding_layers: number of layers with a sliding window.
         ranks: these values for each of `spreads`; `sent_bytes` counts the bytes sent per token with logits.
 
@@ -197,6 +204,8 @@ def _needs(
 ) -> Needs:
     cache = cache_config(share.config(config), block_size=block_size, **formats)
     cache_dtype = formats["dtype"]
+    if cache.recurrent is not None:
+        cache = replace(cache, recurrent=replace(cache.recurrent, conv_dtype=dtype, state_dtype=state_dtype))
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
     num_table_elements = 0
     if isinstance(config, DecoderConfig):
@@ -206,7 +215,8 @@ def _needs(
     if device_bytes is not None and cache.has_kv:
         kv_tokens = 0
         free_bytes = device_bytes - (weight_bytes - (host_bytes or 0))
-        num_blocks = int(free_bytes * GPU_FRACTION) // cache.block_bytes(cache_dtype)
+        slots_bytes = default_slots_bytes(cache, dtype, free_bytes)
+        num_blocks = (int(free_bytes * GPU_FRACTION) - slots_bytes) // cache.block_bytes(cache_dtype)
         if num_blocks > 0:
             kv_tokens = replace(cache, num_blocks=num_blocks).capacity_tokens
     growth_bytes = sequence_bytes = None
@@ -218,8 +228,7 @@ def _needs(
     )
     if cache.recurrent is None:
         return needs
-    states = replace(cache.recurrent, state_dtype=state_dtype)
-    return needs._replace(state_bytes=states.state_bytes, conv_bytes=states.conv_bytes(dtype))
+    return needs._replace(state_bytes=cache.recurrent.state_bytes, conv_bytes=cache.recurrent.conv_bytes(dtype))
 
 
 def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:

@@ -144,6 +144,15 @@ def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, growth: int, tm
     # A block of windows is as large as one of entries. Nine tables of windows have up to three each.
     open_rows_bytes = 21 * (7 + 64) * 4 * 4 * (512 + 128) + 20 * (127 + 64) * 4 * 2 * 512
     assert summary["sequence_bytes"] == 9 * 3 * 128 * growth + open_rows_bytes
+    # Rows lie in windows alone.
+    assert summary["kv_bytes_per_token"] == growth
+    # A GPU's free memory also holds slots of open rows.
+    free_bytes = 80 * 10**9
+    device_bytes = summary["weight_bytes"] + free_bytes
+    num_slots = int(free_bytes * 0.9 * 0.25) // open_rows_bytes
+    num_blocks = (int(free_bytes * 0.9) - (num_slots + 1) * open_rows_bytes) // (128 * growth)
+    room = summarize(tmp_path, kv_cache_dtype=dtype, device_bytes=device_bytes)["kv_tokens"]
+    assert room == (num_blocks - 9 * 3) * 128
 
 
 @pytest.mark.thorough

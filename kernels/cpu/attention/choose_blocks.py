@@ -418,11 +418,13 @@ def bind_keys(
     key_cache: torch.Tensor,
     weights: torch.Tensor,
     block_table: torch.Tensor,
+    pool_size: int,
     num_columns: int,
     spans: list[tuple[int, int]],
 ) -> Run[torch.Tensor]:
     """Return a function that chooses the `num_columns` best keys for calls like this one, as `bind` does for blocks."""
-    rules = BlockRules(num_columns, num_columns, 1, 1, False, 0)
+    # With -1 local blocks, no key is forced, not even that of an open pool.
+    rules = BlockRules(num_columns, num_columns, 1, pool_size, False, -1)
     choose = bind(q, key_cache, weights, block_table, rules, spans, block_table.shape[1] * key_cache.shape[1])
 
     def run(q: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, **lengths: Any) -> torch.Tensor:

@@ -152,8 +152,8 @@ def _multiply(floats, sums, v_size, half, factor):
         store_vector(floats, at, multiply_add(load_vector(floats, at), factor, zeros))
 
 
-def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add_values: Step, store: Step) -> Any:
-    """Return a kernel over sequences that packs and multiplies by these steps."""
+def block_by(score: Step, weigh: Step, add_values: Step) -> Any:
+    """Return a function that attends with a block's rows over packed keys, and multiplies by these steps."""
 
     @nb.device_function
     def attend_block(memory, areas, options, block, chunk, begin, end, size, v_size, scale):
@@ -183,6 +183,12 @@ def attention_by(pack_rows: Step, pack_keys: Step, score: Step, weigh: Step, add
             if largest_of(multiply_add(fallen, minus_ones, zeros)) > np.float32(0):
                 _multiply(floats, sums, v_size, half, rescale)
         add_values(memory, values, scores, weights, sums, begin, end, v_size)
+
+    return attend_block
+
+
+def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: Step) -> Any:
+    """Return a kernel over sequences that packs by these steps, and attends with each block by `attend_block`."""
 
     @nb.inlined
     def attend_rows(

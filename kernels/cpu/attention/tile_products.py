@@ -8,7 +8,7 @@ from .. import tiles
 from ..kernel import device_function
 from ..tiles import TILE_COLUMNS, TILE_ROWS
 from ..vectors import LANES, copy_words, exp2_of, fill, load_vector, multiply_add, store_pairs
-from .many_queries import KEYS, STEP, attention_by, place
+from .many_queries import KEYS, STEP, attention_by, block_by, place
 
 # Float32 words of one element in a half of a block's packed rows, to compute where the second half begins. Packed keys
 # have the same layout.
@@ -85,4 +85,4 @@ def _store(memory, sums, out, starts, v_size):
             tiles.store_rows(floats, first, second, out, longs, starts + half * LANES, column)
 
 
-attend = attention_by(_pack_rows, _pack_keys, _score, _weigh, _add_values, _store)
+attend = attention_by(_pack_rows, _pack_keys, block_by(_score, _weigh, _add_values), _store)

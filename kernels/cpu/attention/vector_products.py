@@ -17,11 +17,11 @@ from ..vectors import (
     multiply_add,
     store_vector,
 )
-from .many_queries import KEYS, attention_by, place
+from .many_queries import KEYS, attention_by, block_by, place
 
 
 @device_function
-def _pack_rows(q, memory, starts, to, size):
+def pack_rows(q, memory, starts, to, size):
     floats, _, _, longs = memory
     for half in range(2):
         for column in range(0, size, LANES):
@@ -29,7 +29,7 @@ def _pack_rows(q, memory, starts, to, size):
 
 
 @device_function
-def _widen(cache, start, floats, to, size):
+def widen(cache, start, floats, to, size):
     for column in range(0, size, LANES):
         store_vector(floats, to + column, load_part(cache, start + column, size - column))
 
@@ -39,8 +39,8 @@ def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size,
     floats, _, _, longs = memory
     stride = rounded_up(v_size, LANES)
     for key in range(begin, end):
-        _widen(k_cache, longs[starts + key], floats, keys + key * size, size)
-        _widen(v_cache, longs[starts + KEYS + key], floats, values + key * stride, v_size)
+        widen(k_cache, longs[starts + key], floats, keys + key * size, size)
+        widen(v_cache, longs[starts + KEYS + key], floats, values + key * stride, v_size)
 
 
 @device_function
@@ -73,7 +73,7 @@ def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
 
 
 @device_function
-def _store(memory, sums, out, starts, v_size):
+def store(memory, sums, out, starts, v_size):
     floats, _, _, longs = memory
     for half in range(2):
         for column in range(0, v_size, LANES):
@@ -81,4 +81,5 @@ def _store(memory, sums, out, starts, v_size):
             store_part_of_rows(floats, tile, out, longs, starts + half * LANES, column, v_size - column)
 
 
-attend = attention_by(_pack_rows, _pack_keys, _score, _weigh, _add_values, _store)
+attend_block = block_by(_score, _weigh, _add_values)
+attend = attention_by(pack_rows, _pack_keys, attend_block, store)

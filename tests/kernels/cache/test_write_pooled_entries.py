@@ -11,7 +11,9 @@ import paged.kernels.cache.pooled_entries as kernels
 import paged.kernels.cache.write_pooled_entries as module
 from paged.bench.cards.cards import CARDS
 from paged.bench.cards.draw import Draw
+from paged.errors import InvalidInputError
 from paged.kernels.cache import latent_cache, pooled_definition
+from tests.backends import needs_numba
 from tests.kernels.faulty import exceeds_no_bound_twice, planted, turns_red
 from tests.kernels.refusals import assert_refuses
 
@@ -143,6 +145,17 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ("entry_slots", arguments["entry_slots"] + 960, "entry_slots"),
         ("row_table", torch.zeros(2, 3, dtype=torch.int32, device=device), "row_table: given, expected"),
     )
+
+
+@needs_numba
+def test_numba_refuses_a_table_without_the_pool_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    arguments = drawn(torch.device("cpu"), overlaps=True)
+    before = arguments["entry_cache"].clone()
+    for table in (arguments["row_table"] - 1000, arguments["row_table"][:, :0]):
+        with pytest.raises(InvalidInputError, match="row_table"):
+            module.write_pooled_entries(**arguments | {"row_table": table})
+    assert torch.equal(arguments["entry_cache"], before)
 
 
 # fault -> (text of the kernel, what the faulty copy has instead)

@@ -1,0 +1,266 @@
+"""Numba kernel of attention over a window and compressed entries: each token reads the rows that it sees, in place.
+
+All heads read the same rows. So rows are widened to float32 once for the heads of a token that a thread takes, window
+and entries one after another, and then multiplied as in `many_queries`, where a key is also the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...attention.call import CompressedCall
+from ...cache.latent_cache import RECORD_CODES, RECORD_GROUP, RECORD_ROPE
+from .. import kernel as nb
+from ..launch import SCRATCH, NumbaLaunch
+from ..vectors import LANES, LOG2_E, fill, load_e4m3, load_vector, multiply_add, store_vector
+from .few_queries import LEAST_SCALE, _place_of_key
+from .many_queries import KEYS, ROWS, STEP, _multiply, clear_rows, first_sum, log_sum_exp, options_of, place
+from .vector_products import attend_block, pack_rows, store, widen
+
+_FIRST_EXPONENT = RECORD_CODES + 2 * RECORD_ROPE
+
+
+@nb.device_function
+def _widen_record(records, start, floats, to, _size):
+    """Decode a record that begins at a byte."""
+    codes, rope = records
+    zeros = fill(np.float32(0))
+    for group in range(RECORD_CODES // RECORD_GROUP):
+        exponent = np.int32(codes[start + _FIRST_EXPONENT + group])
+        scale = np.int32(exponent << np.int32(23)).view(np.float32)
+        if exponent == np.int32(255):
+            scale = np.float32(np.nan)
+        first = group * RECORD_GROUP
+        for i in range(first, first + RECORD_GROUP, LANES):
+            store_vector(floats, to + i, multiply_add(load_e4m3(codes, start + i), fill(scale), zeros))
+    for i in range(0, RECORD_ROPE, LANES):
+        store_vector(floats, to + RECORD_CODES + i, load_vector(rope, (start + RECORD_CODES) // 2 + i))
+
+
+@nb.device_function
+def _attend_keys(memory, areas, options, num_blocks, num_keys, size, scale):
+    """Attend with all blocks of rows over the packed keys, which all rows see."""
+    floats, _, ints, _ = memory
+    bounds, keys = areas[3], areas[5]
+    padded = nb.rounded_up(num_keys, STEP)
+    for key in range(num_keys, padded):  # pad the last step with a key that is visible, so never NaN by chance
+        for i in range(0, size, LANES):
+            store_vector(floats, keys + key * size + i, load_vector(floats, keys + (num_keys - 1) * size + i))
+    for block in range(num_blocks):
+        for row in range(ROWS):
+            at = bounds + block * 2 * ROWS + row
+            ints[at], ints[at + ROWS] = np.int32(0), np.int32(num_keys)
+        attend_block(memory, areas, options, block, np.int64(0), np.int64(0), padded, size, size, scale)
+
+
+@nb.device_function
+def _rotate_back(floats, sums, half, size, cos_sin, angles, rotary_dim):
+    """Rotate the last rotary_dim numbers of 16 rows by the negative angles; pairs are neighbours."""
+    zeros = fill(np.float32(0))
+    for pair in range(rotary_dim // 2):
+        first = sums + place(size - rotary_dim + 2 * pair, half)
+        second = sums + place(size - rotary_dim + 2 * pair + 1, half)
+        a, b = load_vector(floats, first), load_vector(floats, second)
+        cos, sin = cos_sin[angles + pair], cos_sin[angles + rotary_dim // 2 + pair]
+        store_vector(floats, first, multiply_add(b, fill(sin), multiply_add(a, fill(cos), zeros)))
+        store_vector(floats, second, multiply_add(a, fill(-sin), multiply_add(b, fill(cos), zeros)))
+
+
+def _attention_by(widen_row: Callable[..., Any]) -> Any:
+    """Return a kernel that reads rows of both caches by `widen_row`."""
+
+    @nb.device_function
+    def attend_token(
+        tensors, ids, memory, areas, options, sizes, strides, scale, seq, token, first_head, end_head
+    ):  # fmt: skip
+        """Attend with some heads of a token over its window, then over its entries, in one softmax."""
+        q, cache, entry_cache, out, cos_sin = tensors
+        block_table, entry_table, cu_seqlens_q, seq_lens, indices = ids
+        queries, sums, state, _, _, keys, _, _, _, rows, _ = areas
+        _, num_tokens, _, _, size, window, block_size, entry_block_size, pool_size, num_indices, rotary_dim = sizes
+        (
+            q_token, q_head, block, slot, entry_block, entry_slot, out_token, out_head, table, entries_table,
+            indices_token, position_stride,
+        ) = strides  # fmt: skip
+        floats, _, _, longs = memory
+        num_heads = end_head - first_head
+        num_blocks = (num_heads + ROWS - 1) // ROWS
+        for i in range(num_blocks * ROWS):
+            head = min(first_head + i, end_head - 1)  # pad the block with copies of its last row
+            at = i // ROWS * 2 * ROWS + i % ROWS
+            longs[rows + at] = token * q_token + head * q_head
+            longs[rows + at + ROWS] = token * out_token + head * out_head
+            floats[state + at], floats[state + at + ROWS] = first_sum(options[0], head)
+        for i in range(num_blocks):
+            pack_rows(q, memory, rows + i * 2 * ROWS, queries + i * ROWS * size, size)
+        for i in range(0, num_blocks * ROWS * size, LANES):
+            store_vector(floats, sums + i, fill(np.float32(0)))
+        end_key = max(np.int64(seq_lens[seq]) - np.int64(cu_seqlens_q[seq + 1]) + token + 1, 0)
+        num_packed = np.int64(0)
+        for key in range(max(end_key - window, 0), end_key):
+            start, _ = _place_of_key(block_table, seq * table, key, block_size, block, slot)
+            widen_row(cache, start, floats, keys + num_packed * size, size)
+            num_packed += 1
+            if num_packed == KEYS:
+                _attend_keys(memory, areas, options, num_blocks, num_packed, size, scale)
+                num_packed = np.int64(0)
+        num_entries = np.int64(0)
+        if pool_size > 0:
+            num_entries = end_key // pool_size
+        num_columns = num_entries
+        if num_indices > 0:
+            num_columns = num_indices
+        for column in range(num_columns):
+            entry = np.int64(column)
+            if num_indices > 0:
+                entry = np.int64(indices[token * indices_token + column])
+            if entry < 0 or entry >= num_entries:
+                continue
+            start, _ = _place_of_key(entry_table, seq * entries_table, entry, entry_block_size, entry_block, entry_slot)
+            widen_row(entry_cache, start, floats, keys + num_packed * size, size)
+            num_packed += 1
+            if num_packed == KEYS:
+                _attend_keys(memory, areas, options, num_blocks, num_packed, size, scale)
+                num_packed = np.int64(0)
+        if num_packed > 0:
+            _attend_keys(memory, areas, options, num_blocks, num_packed, size, scale)
+        angles = max(end_key - 1, 0) * position_stride
+        for i in range(num_blocks):
+            for row in range(ROWS):
+                at = state + i * 2 * ROWS + row
+                if options[3] != 0 and i * ROWS + row < num_heads:
+                    to = (first_head + i * ROWS + row) * num_tokens + token
+                    nb.store(nb.floats(options[3]), to, log_sum_exp(floats[at], floats[at + ROWS]))
+                # 0 if no key is visible
+                floats[at + ROWS] = np.float32(1) / max(floats[at + ROWS], np.float32(1e-30))
+            for half in range(2):
+                inverse = load_vector(floats, state + (i * 2 + 1) * ROWS + half * LANES)
+                _multiply(floats, sums + i * ROWS * size, size, half, inverse)
+                _rotate_back(floats, sums + i * ROWS * size, half, size, cos_sin, angles, rotary_dim)
+            store(memory, sums + i * ROWS * size, out, rows + i * 2 * ROWS + ROWS, size)
+
+    @nb.inlined
+    def attend(tensors, values):
+        """Attend with all tokens; threads get equal shares of tokens and of their heads, in order."""
+        tables, lengths = (nb.int32s(values[6]), nb.int32s(values[7])), (nb.int32s(values[8]), nb.int32s(values[9]))
+        ids, none = (*tables, *lengths, nb.int32s(values[10])), np.int64(0)
+        options = options_of((values[12], none, values[13]), (values[15], none, none))
+        scratch = values[14] + nb.thread_index() * values[16] * 4  # in bytes
+        memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
+        scale, areas, sizes, strides = nb.as_float(values[17]), values[18:29], values[29:40], values[40:]
+        num_seqs, num_tokens, num_heads, heads_at_once, size = sizes[:5]
+        out, cu_seqlens_q = tensors[3], ids[2]
+        num_queries = np.int64(cu_seqlens_q[num_seqs])
+        if nb.thread_index() == 0:  # one thread clears the rows of no sequence
+            clear_rows(
+                out, options[3], (none, none), num_queries, num_tokens, num_tokens, num_heads, size, strides[6],
+                strides[7],
+            )  # fmt: skip
+        parts = (num_heads + heads_at_once - 1) // heads_at_once
+        first, end = nb.share(num_queries * parts)
+        seq = np.int64(0)
+        for item in range(first, end):
+            token, first_head = item // parts, item % parts * heads_at_once
+            while token >= cu_seqlens_q[seq + 1]:
+                seq += 1
+            end_head = min(first_head + heads_at_once, num_heads)
+            attend_token(tensors, ids, memory, areas, options, sizes, strides, scale, seq, token, first_head, end_head)
+
+    return attend
+
+
+_attend, _attend_records = _attention_by(widen), _attention_by(_widen_record)
+
+
+@nb.Kernel
+def _compressed_attention(arguments):
+    values = nb.unpack(arguments, 52)
+    q, cache, entries, out, cos_sin = values[2], values[3], values[4], values[5], nb.floats(values[11])
+    if values[1]:
+        _attend((nb.bfloats(q), nb.bfloats(cache), nb.bfloats(entries), nb.bfloats(out), cos_sin), values)
+    else:
+        _attend((nb.floats(q), nb.floats(cache), nb.floats(entries), nb.floats(out), cos_sin), values)
+
+
+@nb.Kernel
+def _compressed_attention_of_records(arguments):
+    values = nb.unpack(arguments, 52)
+    q, out, cos_sin = values[2], values[5], nb.floats(values[11])
+    records = nb.uint8s(values[3]), nb.bfloats(values[3])
+    entries = nb.uint8s(values[4]), nb.bfloats(values[4])
+    if values[1]:
+        _attend_records((nb.bfloats(q), records, entries, nb.bfloats(out), cos_sin), values)
+    else:
+        _attend_records((nb.floats(q), records, entries, nb.floats(out), cos_sin), values)
+
+
+def launch_for(call: CompressedCall) -> NumbaLaunch:
+    """Return a launch that fills the rows of calls like this one, with the same lengths and checked ids.
+
+    cu_seqlens_q, seq_lens and sinks must be contiguous.
+    """
+    num_tokens, num_heads, size = call.q.shape
+    # With few tokens, threads share the heads of a token; each then widens the token's rows.
+    heads_at_once = num_heads
+    if num_tokens < 2 * torch.get_num_threads():
+        heads_at_once = ROWS
+    num_rows = -(-min(heads_at_once, num_heads) // ROWS) * ROWS
+    # queries, sums, state, bounds, keys, scores, and two places of 64 bits for each row
+    numbers = num_rows * size, num_rows * size, num_rows * 2, num_rows * 2, KEYS * size, KEYS * ROWS, num_rows * 4
+    *offsets, scratch_size = accumulate(numbers, initial=0)
+    queries, sums, state, bounds, keys, scores, rows = offsets
+    areas = queries, sums, state, bounds, 0, keys, keys, scores, 0, rows // 2, 0
+    entry_sizes = entry_strides = (0, 0)
+    num_indices = rotary_dim = 0
+    if call.entry_cache is not None:
+        entry_sizes = call.entry_cache.shape[1], call.pool_size
+        entry_strides = call.entry_cache.stride()[:2]
+    if call.indices is not None:
+        num_indices = call.indices.shape[1]
+    if call.cos_sin_cache is not None:
+        rotary_dim = call.cos_sin_cache.shape[1]
+    arguments: tuple[int | str, ...] = (
+        call.q.dtype == torch.bfloat16,
+        *("q", "kv_cache", "entry_cache", "out"),
+        *("block_table", "entry_table", "cu_seqlens_q", "seq_lens", "indices"),
+        *("cos_sin_cache", "sinks", "lse", SCRATCH),
+        call.sinks is not None and call.sinks.dtype == torch.bfloat16,
+        scratch_size,
+        nb.bits(max(call.softmax_scale * LOG2_E, LEAST_SCALE)),
+        *areas,
+        len(call.seq_lens),
+        num_tokens,
+        num_heads,
+        heads_at_once,
+        size,
+        call.sliding_window,
+        call.kv_cache.shape[1],
+        *entry_sizes,
+        num_indices,
+        rotary_dim,
+        *call.q.stride()[:2],
+        *call.kv_cache.stride()[:2],
+        *entry_strides,
+        *call.out_strides,
+        call.block_table.stride(0),
+        _stride(call.entry_table),
+        _stride(call.indices),
+        _stride(call.cos_sin_cache),
+    )
+    kernel = _compressed_attention
+    if call.kv_cache.dtype == torch.uint8:
+        kernel = _compressed_attention_of_records
+    num_products = 2 * num_tokens * num_heads * size * (call.sliding_window + num_indices)
+    return NumbaLaunch(kernel.address, num_products, arguments, scratch_size=scratch_size)
+
+
+def _stride(tensor: torch.Tensor | None) -> int:
+    """Return the distance between two rows; 0 for None."""
+    if tensor is None:
+        return 0
+    return tensor.stride(0)
