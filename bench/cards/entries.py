@@ -39,10 +39,12 @@ def _pooled(
     rotary_dim: int = 0,
     overlaps: bool = False,
     record_bytes: int = RECORD_BYTES,
+    in_rings: bool = False,
     **options: Any,
 ) -> Arguments:
     """Draw two chunks of prompts, the first behind a block of 4 pools, with rows and entries in random blocks.
 
+    in_rings: rows lie in rings that hold those of the step and of a pool before.
     is_packed: entries are keys of an indexer in 8 bits, or records if dim is that of records.
     """
     block_size = 4 * pool
@@ -78,6 +80,11 @@ def _pooled(
     if rotary_dim:
         angles = draw.floats(block_size + tokens, rotary_dim // 2)
         arguments["cos_sin_cache"] = torch.cat([angles.cos(), angles.sin()], 1)
+    if in_rings:
+        ring_size = pool - 1 + tokens
+        row_slots = (1 + seqs) * ring_size + positions % ring_size
+        arguments |= {"row_cache": draw.normal(3, ring_size, row_size), "row_slots": row_slots.to(draw.device)}
+        arguments["in_rings"] = True
     if rotary_dim or overlaps:
         arguments["positions"] = positions.to(draw.device)
     if overlaps:
@@ -94,6 +101,7 @@ def _options(draw: Draw) -> Iterator[Arguments]:
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=4, overlaps=True)
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=1, has_gates=False)
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=2, record_bytes=MXFP8_BYTES)
+    yield _pooled(draw, **{**compressed, "tokens": 40}, pool=24, in_rings=True)
 
 
 def _written(arguments: Arguments) -> Tensors:

@@ -185,9 +185,9 @@ def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any
     ) -> Any:
         _note_read("paged_compressed_attention")
         lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
-        tensors = {"q": q, "kv_cache": kv_cache, "block_table": block_table, **lengths}
-        entries = {"entry_cache": entry_cache, "entry_table": entry_table, "cos_sin_cache": cos_sin_cache}
-        _check_compressed(call._replace(max_seqlen_q=max_seqlen_q, **tensors, **entries))
+        tensors: dict[str, Any] = {"q": q, "kv_cache": kv_cache, "block_table": block_table, **lengths}
+        tensors |= {"entry_cache": entry_cache, "entry_table": entry_table, "cos_sin_cache": cos_sin_cache}
+        _check_compressed(call._replace(max_seqlen_q=max_seqlen_q, **tensors))
         results = compressed_definition.paged_compressed_attention(
             q, kv_cache, entry_cache, block_table=block_table, entry_table=entry_table, **lengths, **options,
             indices=indices, sinks=sinks, cos_sin_cache=cos_sin_cache,

@@ -37,6 +37,8 @@ def _copy_blocks_kernel(
     pair_ptr = block_pairs_ptr + tl.program_id(0).to(tl.int64) * 2
     source = tl.load(pair_ptr)
     destination = tl.load(pair_ptr + 1)
+    if source == destination:  # fills up pairs of a step in which few sequences copy
+        return
     source_ptr = _words(tl.load(cache_ptrs_ptr + tl.program_id(1)), ALIGNMENT)
     target_ptr = _words(tl.load(cache_ptrs_ptr + tl.num_programs(1) + tl.program_id(1)), ALIGNMENT)
     offs = tl.program_id(2).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)

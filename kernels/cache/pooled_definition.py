@@ -57,7 +57,7 @@ def pool_rows(rows: torch.Tensor, position_bias: torch.Tensor | None) -> torch.T
 
 def closing_tokens(row_slots: torch.Tensor, entry_slots: torch.Tensor, pool_size: int) -> torch.Tensor:
     """Return the tokens of a step that close a pool, int64 [m]."""
-    is_closing = (row_slots >= 0) & (entry_slots >= 0) & (row_slots % pool_size == pool_size - 1)
+    is_closing = (row_slots >= 0) & (entry_slots >= 0) & (entry_slots % pool_size == pool_size - 1)
     (closing,) = torch.where(is_closing)
     return closing
 
@@ -72,6 +72,7 @@ def pooled_entries(
     positions: torch.Tensor | None = None,
     row_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
+    in_rings: bool = False,
     compute: torch.dtype,
     **finish: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,6 +80,9 @@ def pooled_entries(
     closing = closing_tokens(row_slots, entry_slots, pool_size)  # [m]
     offsets = torch.arange(1 - pool_size, 1, device=row_slots.device)
     slots = row_slots[closing, None] + offsets  # [m, pool]
+    if in_rings:
+        ring_size = row_cache.shape[1]
+        slots = row_slots[closing, None] // ring_size * ring_size + slots % ring_size
     rows = _rows_at(row_cache, slots).to(compute)  # [m, pool, row_size]
     firsts = None
     if positions is not None:

@@ -51,16 +51,17 @@ def _pooled_entries_kernel(
     ROTARY_DIM: tl.constexpr,
     FIRST_ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ROW_BLOCK_SIZE: tl.constexpr,  # a multiple of POOL_SIZE
+    ROW_BLOCK_SIZE: tl.constexpr,  # a multiple of POOL_SIZE, or rows of a ring
     ENTRY_BLOCK_SIZE: tl.constexpr,
     KIND: tl.constexpr,  # "", "index", "record" or "mxfp8"
     NATIVE_FP8: tl.constexpr,
+    IN_RINGS: tl.constexpr,  # whether a pool may begin at the end of its block
 ):
     """Write the entry of the pool that one token closes, if it closes one."""
     wait_for_inputs()
     token = tl.program_id(0).to(tl.int64)
     row_slot, entry_slot = tl.load(row_slots_ptr + token), tl.load(entry_slots_ptr + token)
-    if (row_slot < 0) | (entry_slot < 0) | (row_slot % POOL_SIZE != POOL_SIZE - 1):
+    if (row_slot < 0) | (entry_slot < 0) | (entry_slot % POOL_SIZE != POOL_SIZE - 1):
         return
     offs_d = tl.arange(0, DIM_PADDED)
     in_dim = offs_d < HEAD_DIM
@@ -90,6 +91,9 @@ def _pooled_entries_kernel(
         mask = in_pool[:, None] & in_dim[None, :]
         is_before = offs_p < OWN
         rows = tl.where(is_before, row_before, first_row) + (offs_p - tl.where(is_before, 0, OWN)) * stride_row_slot
+        if IN_RINGS:
+            in_block = (row_slot % ROW_BLOCK_SIZE - POOL_SIZE + 1 + ROW_BLOCK_SIZE + offs_p) % ROW_BLOCK_SIZE
+            rows = row_slot // ROW_BLOCK_SIZE * stride_row_block + in_block * stride_row_slot
         # The half of a row that its own pool takes is the second.
         columns = offs_d[None, :]
         if row_table_ptr is not None:

@@ -95,14 +95,15 @@ def write_pooled_entries(
     rotates_last: bool = False,
     row_table: torch.Tensor | None = None,
     cu_seqlens_q: torch.Tensor | None = None,
+    in_rings: bool = False,
 ) -> Run[None]:
     """Write the entry of the pool that each token of a step closes; tokens that close none write nothing.
 
-    A pool is pool_size consecutive slots of a block, the last of which closes it. With position_bias, its entry is, for
-    every channel, the sum over its tokens j of softmax_j(gate_j + position_bias_j) * value_j (KPool of GLM-5.3, Z.ai,
-    2026); without, the mean of the values (QSA of Qwen4Exp, Qwen team, 2026). Then follow an RMS norm and a rotation at
-    the position of the pool's first token, each if its arguments are given. All is computed in float32 and rounded
-    once.
+    A pool is pool_size consecutive slots of a block; the token of the last one, by its entry slot, closes it. With
+    position_bias, its entry is, for every channel, the sum over its tokens j of softmax_j(gate_j + position_bias_j) *
+    value_j (KPool of GLM-5.3, Z.ai, 2026); without, the mean of the values (QSA of Qwen4Exp, Qwen team, 2026). Then
+    follow an RMS norm and a rotation at the position of the pool's first token, each if its arguments are given. All is
+    computed in float32 and rounded once.
 
     With row_table, pools overlap (CSA of DeepSeek-V4, DeepSeek-AI, 2026): values and gates have two halves, and one
     softmax goes over the first halves of the pool before and the second halves of the pool itself. A sequence's first
@@ -130,6 +131,8 @@ def write_pooled_entries(
             its rows must be in the cache: in the slots before the pool, or if a block begins with the pool, at the end
             of the block before in row_table.
         cu_seqlens_q: int32 [num_seqs + 1], offsets of each sequence's tokens.
+        in_rings: whether blocks of row_cache are rings: a pool may begin at the end of its block and go on at its
+            start. block_size is at least pool_size then, and pools do not overlap.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, or a slot or position is out of range. On a
@@ -152,7 +155,13 @@ def write_pooled_entries(
         check_tensor("row_cache", row_cache, (num_blocks, block_size, 2 * num_halves * head_dim))
     if not 1 <= head_dim <= MAX_ENTRY_DIM:
         raise InvalidInputError(f"row_cache: values of {head_dim}, expected 1 to {MAX_ENTRY_DIM}")
-    if block_size % pool_size or block_size == 0:
+    in_rings = as_bool("in_rings", in_rings)
+    if in_rings:
+        if block_size < pool_size:
+            raise InvalidInputError(f"row_cache: rings of {block_size} rows, expected at least pool_size {pool_size}")
+        if row_table is not None:
+            raise InvalidInputError("row_table: given, expected None beside in_rings")
+    elif block_size % pool_size or block_size == 0:
         raise InvalidInputError(f"row_cache: block_size {block_size}, expected a multiple of pool_size {pool_size}")
     check_tensor("row_slots", row_slots, ("num_tokens",), (torch.int64,), row_cache.device)
     check_tensor("entry_slots", entry_slots, (len(row_slots),), (torch.int64,), row_cache.device)
@@ -174,6 +183,7 @@ def write_pooled_entries(
             "CHUNK": min(triton.next_power_of_2(num_halves * pool_size), TILE_SIZE // dim_padded),
             "DIM_PADDED": dim_padded,
             "ROW_BLOCK_SIZE": block_size,
+            "IN_RINGS": in_rings,
             "num_warps": NUM_WARPS,
             **sizes,
         }
@@ -228,6 +238,7 @@ def write_pooled_entries(
                 rotates_last=rotates_last,
                 row_table=row_table,
                 cu_seqlens_q=cu_seqlens_q,
+                in_rings=in_rings,
             )
             return
         num_seqs = stride_table_seq = 0

@@ -23,7 +23,7 @@ from paged.models.layers.compressed_cache import entries_layer, entries_source, 
 from paged.models.layers.config import AttentionConfig, CompressedConfig, DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.latent_attention import UpProjection
-from paged.models.layers.open_rows import RowPlaces, SharedPlaces, rows_of_step
+from paged.models.layers.open_rows import RowPlaces, SharedPlaces, keep_rows, rows_of_step
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -45,8 +45,8 @@ class Pool(nn.Module):
         self.width = 2 * head_dim if self.overlaps else head_dim
         self.position_bias = empty_parameter(sizes.pool_size, self.width)
         self.norm, self.eps = RmsNorm(head_dim, norms), norms.eps
-        # By the shape of a step's memory; each is bound once for a number of tokens.
-        self._writes: dict[tuple[int, int], Bound[..., None]] = {}
+        # By the shape of rows; each is bound once for a number of tokens.
+        self._writes: dict[tuple[int, ...], Bound[..., None]] = {}
 
     def keep_float32(self) -> None:
         """Convert the offsets back to float32."""
@@ -55,23 +55,27 @@ class Pool(nn.Module):
     def write(
         self,
         rows: torch.Tensor,
-        places: RowPlaces,
+        row_slots: torch.Tensor,
         entry_slots: torch.Tensor,
         positions: torch.Tensor,
+        *,
+        row_table: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
+        in_rings: bool,
     ) -> None:
         """Write the entries of the pools that the step's tokens close.
 
-        rows: float32 [*places.shape, 2 * width], values and gates of these tokens and of those before in their pools.
+        rows: float32 [blocks, rows of a block, 2 * width], values and gates of these tokens and of those before in
+        their pools. The others are arguments of `write_pooled_entries`.
         """
         overlap: dict[str, torch.Tensor] = {}
         if self.overlaps:
-            overlap = {"row_table": places.table, "cu_seqlens_q": cu_seqlens_q}
-        write = self._writes.setdefault(places.shape, Bound(write_pooled_entries, by=2))
+            overlap = {"row_table": row_table, "cu_seqlens_q": cu_seqlens_q}
+        write = self._writes.setdefault(rows.shape, Bound(write_pooled_entries, by=2))
         write(
             rows,
             self.entry_cache,
-            places.step_slots,
+            row_slots,
             entry_slots,
             pool_size=self.pool_size,
             position_bias=self.position_bias,
@@ -81,6 +85,7 @@ class Pool(nn.Module):
             cos_sin_cache=self.cos_sin_cache,
             interleaved=True,
             rotates_last=True,
+            in_rings=in_rings,
             **overlap,
         )
 
@@ -263,9 +268,9 @@ class CompressedAttention(nn.Module):
                 start += other.width
         self.columns = torch.tensor(columns, device=open_rows.device)
 
-    def derive_from_weights(self, dtype: torch.dtype) -> None:
-        """Read the groups' projections as matrices of `dtype`; call it when weights are at their final addresses."""
-        self.group_weights = self.group_proj.matrices(self.sizes.num_groups, dtype)
+    def derive_from_weights(self) -> None:
+        """Read the groups' projections as matrices; call it when weights are at their final addresses."""
+        self.group_weights = self.group_proj.matrices(self.sizes.num_groups)
 
     def forward(
         self,
@@ -338,11 +343,27 @@ class CompressedAttention(nn.Module):
         entry_table, entry_slots = metadata.table(self.entry_table)
         places = self._places(metadata)
         rows = self.row_proj(hidden).float()  # [T, row_size]
-        memory = rows_of_step(rows, places, self.open_rows, self.copy_slots, self.borders, self.columns)
+        # Rows of short steps are pooled where they are kept: few sequences close a pool of 128 in a decode step.
+        longest = metadata.max_seqlen_q + self.sizes.num_earlier_rows
+        in_rings = not self.sizes.overlaps and longest <= self.open_rows.shape[1]
+        slots, memory = places.step_slots, self.open_rows
+        if in_rings:
+            slots = places.kept_slots
+            keep_rows(rows, places, self.open_rows, self.copy_slots)
+        else:
+            memory = rows_of_step(rows, places, self.open_rows, self.copy_slots, self.borders, self.columns)
         start = 0
         for pool in self.pools:
             end = start + 2 * pool.width
-            pool.write(memory[..., start:end], places, entry_slots, positions, metadata.cu_seqlens_q)
+            pool.write(
+                memory[..., start:end],
+                slots,
+                entry_slots,
+                positions,
+                row_table=places.table,
+                cu_seqlens_q=metadata.cu_seqlens_q,
+                in_rings=in_rings,
+            )
             start = end
         return self.pool.entry_cache, entry_table
 

@@ -144,6 +144,14 @@ def rows_of_step(
         write_index_keys(rows[:, columns], borders, places.border_slots)
     write_index_keys(earlier, memory, places.earlier_slots)
     write_index_keys(rows, memory, places.step_slots)
+    keep_rows(rows, places, open_rows, copy_slots)
+    return memory
+
+
+def keep_rows(rows: torch.Tensor, places: RowPlaces, open_rows: torch.Tensor, copy_slots: BlockCopy) -> None:
+    """Keep the newest rows of each sequence, as `rows_of_step` does.
+
+    A step that keeps all its rows has whole pools there, so pools that do not overlap need no memory of the step.
+    """
     copy_slots(places.copies)
     write_index_keys(rows, open_rows, places.kept_slots)
-    return memory

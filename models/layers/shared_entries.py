@@ -81,7 +81,7 @@ class LatentPool(nn.Module):
             rows,
             latents,
             row_slots,
-            tokens * size,
+            tokens * size + positions % size,
             pool_size=size,
             position_bias=self.offsets,
             norm_weight=self.norm.weight,

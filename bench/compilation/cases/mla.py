@@ -90,6 +90,7 @@ def pool_cases() -> list[CompileCase]:
     for targets in (native, others):
         cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
+        cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", in_rings=True, **last))
         cases.append(_pool_case("fp32", 4, 512, targets, entry="u8", overlaps=True, **last))
         for record_bytes in (RECORD_BYTES, MXFP8_BYTES):
             cases.append(
@@ -132,7 +133,10 @@ def _pool_case(
         options["norm_weight"] = empty("fp32", head_dim)
     if rotary_dim:
         options |= {"positions": empty("i64", 1), "cos_sin_cache": empty("fp32", 1, rotary_dim)}
-    rows, entries = empty(dtype, 4, 4 * pool_size, row_size), empty(entry or dtype, 4, 4, size)
+    block_size = 4 * pool_size
+    if options.get("in_rings"):
+        block_size = pool_size + 63
+    rows, entries = empty(dtype, 4, block_size, row_size), empty(entry or dtype, 4, 4, size)
     slots = empty("i64", 1)
     return single_case(
         " ".join(words),

@@ -215,11 +215,11 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
     *offsets, scratch_size = accumulate(numbers, initial=0)
     queries, sums, state, bounds, keys, scores, rows = offsets
     areas = queries, sums, state, bounds, 0, keys, keys, scores, 0, rows // 2, 0
-    entry_sizes = entry_strides = (0, 0)
+    entry_block_size = pool_size = entry_block = entry_slot = 0
     num_indices = rotary_dim = 0
     if call.entry_cache is not None:
-        entry_sizes = call.entry_cache.shape[1], call.pool_size
-        entry_strides = call.entry_cache.stride()[:2]
+        entry_block_size, pool_size = call.entry_cache.shape[1], call.pool_size
+        entry_block, entry_slot, _ = call.entry_cache.stride()
     if call.indices is not None:
         num_indices = call.indices.shape[1]
     if call.cos_sin_cache is not None:
@@ -240,12 +240,14 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
         size,
         call.sliding_window,
         call.kv_cache.shape[1],
-        *entry_sizes,
+        entry_block_size,
+        pool_size,
         num_indices,
         rotary_dim,
         *call.q.stride()[:2],
         *call.kv_cache.stride()[:2],
-        *entry_strides,
+        entry_block,
+        entry_slot,
         *call.out_strides,
         call.block_table.stride(0),
         _stride(call.entry_table),

@@ -25,11 +25,20 @@ def _gate(rows, at, bias, bias_at, count):
     return multiply_add(fill(np.float32(1)), load_part(rows, at, count), load_part(bias, bias_at, count))
 
 
+@nb.inlined
+def _within(place, size):
+    """Return the place in a ring."""
+    return place - size if place >= size else place
+
+
 @nb.device_function
 def _pool(rows, bias, has_gates, starts, sizes, entry):
-    """Pool the rows of an entry. starts: the first row before the pool, rows before it that count, its first row."""
-    row_before, num_before, first_row = starts
-    pool_size, dim, row_slot, bias_position, num_halves = sizes
+    """Pool the rows of an entry.
+
+    starts: the first row before the pool, rows before it that count, the start of its block, its first row there.
+    """
+    row_before, num_before, block, offset = starts
+    pool_size, dim, row_slot, bias_position, num_halves, block_size = sizes
     gates, own = num_halves * dim, (num_halves - 1) * dim  # columns of a row: its first gate, and the pool's own half
     ones, to_exponent = fill(np.float32(1)), fill(np.float32(LOG2_E))
     for i in range(0, dim, LANES):
@@ -37,7 +46,8 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
         total, weights = fill(np.float32(0)), fill(np.float32(0))
         if not has_gates:
             for row in range(pool_size):
-                total = multiply_add(ones, load_part(rows, first_row + row * row_slot + i, count), total)
+                at = block + _within(offset + row, block_size) * row_slot + i
+                total = multiply_add(ones, load_part(rows, at, count), total)
             store_part(entry, i, multiply_add(total, fill(np.float32(1.0 / pool_size)), fill(np.float32(0))), count)
             continue
         largest = fill(np.float32(-np.inf))
@@ -45,7 +55,7 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
             at = row_before + row * row_slot + gates + i
             largest = larger(largest, _gate(rows, at, bias, row * bias_position + i, count))
         for row in range(pool_size):
-            at = first_row + row * row_slot + own + gates + i
+            at = block + _within(offset + row, block_size) * row_slot + own + gates + i
             largest = larger(largest, _gate(rows, at, bias, row * bias_position + own + i, count))
         shift = multiply_add(largest, fill(np.float32(-1)), fill(np.float32(0)))
         for row in range(pool_size - num_before, pool_size):
@@ -55,7 +65,7 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
             weights = multiply_add(ones, weight, weights)
             total = multiply_add(weight, load_part(rows, at, count), total)
         for row in range(pool_size):
-            at = first_row + row * row_slot + own + i
+            at = block + _within(offset + row, block_size) * row_slot + own + i
             gate = multiply_add(ones, _gate(rows, at + gates, bias, row * bias_position + own + i, count), shift)
             weight = exp2_of(multiply_add(gate, to_exponent, fill(np.float32(0))))
             weights = multiply_add(ones, weight, weights)
@@ -146,7 +156,7 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
             return False
         if rotary_dim > 0 and (positions[token] < 0 or positions[token] >= num_positions):
             return False
-        is_closing = entry_slots[token] >= 0 and row_slots[token] % block_size % pool_size == pool_size - 1
+        is_closing = entry_slots[token] >= 0 and entry_slots[token] % pool_size == pool_size - 1
         if num_halves == 2 and row_slots[token] >= 0 and is_closing:
             position = positions[token] - pool_size + 1
             is_first = row_slots[token] % block_size < pool_size
@@ -155,21 +165,22 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
     first, end = nb.share(num_tokens)
     for token in range(first, end):
         slot = row_slots[token]
-        if slot < 0 or entry_slots[token] < 0 or slot % pool_size != pool_size - 1:
+        if slot < 0 or entry_slots[token] < 0 or entry_slots[token] % pool_size != pool_size - 1:
             continue
-        offset = slot % block_size - pool_size + 1
-        first_row = slot // block_size * row_block + offset * row_slot
-        row_before, num_before, position = first_row, np.int64(0), np.int64(0)
+        offset, start = slot % block_size - pool_size + 1, slot // block_size * row_block
+        if offset < 0:  # in a ring
+            offset += block_size
+        row_before, num_before, position = start, np.int64(0), np.int64(0)
         if num_halves == 2 or rotary_dim > 0:
             position = positions[token] - pool_size + 1
         if num_halves == 2 and position > 0:
             num_before = pool_size
-            row_before = first_row - pool_size * row_slot
+            row_before = start + (offset - pool_size) * row_slot
             if offset == 0:
                 row_before = _row_before(ids, token, position, table_sizes)
         _pool(
-            rows, bias, has_gates, (row_before, num_before, first_row),
-            (pool_size, dim, row_slot, bias_position, num_halves), entry,
+            rows, bias, has_gates, (row_before, num_before, start, offset),
+            (pool_size, dim, row_slot, bias_position, num_halves, block_size), entry,
         )  # fmt: skip
         if has_norm:
             inverse = nb.inverse_rms(entry, 0, dim, eps)
@@ -180,8 +191,9 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
             _rotate(
                 entry, first_rotated, cos_sin, angles, entry, first_rotated, rotary_dim, rotary_dim // 2, interleaved
             )
-        block, place = entry_slots[token] // pool_size // entry_block_size, entry_slots[token] // pool_size
-        place -= block * entry_block_size
+        index = entry_slots[token] // pool_size
+        block = index // entry_block_size
+        place = index - block * entry_block_size
         to = block * entry_block + place * entry_slot
         if form == _FLOAT32:
             for i in range(dim):

@@ -88,8 +88,9 @@ def test_the_definition_is_the_rule(form: str) -> None:
         {"pool": 24, **RECORDS},
         {"pool": 4, "overlaps": True, **RECORDS},
         {"pool": 2, **RECORDS, "record_bytes": latent_cache.MXFP8_BYTES},
+        {"pool": 24, "in_rings": True},
     ],
-    ids=["keys", "means", "records", "overlapping", "V4.1"],
+    ids=["keys", "means", "records", "overlapping", "V4.1", "rings"],
 )
 def test_every_implementation_agrees(
     dtype: torch.dtype, options: dict[str, Any], backend: str, device: torch.device
@@ -143,6 +144,7 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         ("norm_weight", arguments["position_bias"][0, :8], "norm_weight: shape"),
         ("row_slots", arguments["row_slots"] + 960, "row_slots"),
         ("entry_slots", arguments["entry_slots"] + 960, "entry_slots"),
+        ("in_rings", 2, "in_rings"),
         ("row_table", torch.zeros(2, 3, dtype=torch.int32, device=device), "row_table: given, expected"),
     )
 
@@ -162,10 +164,11 @@ def test_numba_refuses_a_table_without_the_pool_before(monkeypatch: pytest.Monke
 MUTATIONS = {
     "no fault": ("", ""),
     "a pool closes one token early": (
-        "(row_slot % POOL_SIZE != POOL_SIZE - 1)",
-        "(row_slot % POOL_SIZE != POOL_SIZE - 2)",
+        "(entry_slot % POOL_SIZE != POOL_SIZE - 1)",
+        "(entry_slot % POOL_SIZE != POOL_SIZE - 2)",
     ),
     "the pool one token late": ("row_slot - POOL_SIZE + 1", "row_slot - POOL_SIZE + 2"),
+    "a ring is a row short": ("offs_p) % ROW_BLOCK_SIZE", "offs_p) % (ROW_BLOCK_SIZE - 1)"),
     "the pool before, of a neighbour block": ("position // ROW_BLOCK_SIZE - 1", "position // ROW_BLOCK_SIZE"),
     "the pool before, of another sequence": ("tl.load(cu_seqlens_q_ptr + middle) > token", "middle < 0"),
     "a pool before the first": ("tl.where(position > 0, 0, OWN)", "tl.where(position < 0, 0, 0)"),
@@ -196,4 +199,5 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
         faulty = dataclasses.replace(CARD, function=module.write_pooled_entries)
         is_found = turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=11, **RECORDS))
         is_found |= turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=3, overlaps=True))
+        is_found |= turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=11, in_rings=True))
     assert is_found == (fault != "no fault")
