@@ -17,6 +17,7 @@ from paged.kernels.core.dtypes import KvKind
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.families.network import Network, set_dtype
 from paged.models.layers.config import DecoderConfig, MoeConfig
+from paged.models.layers.latent_attention import UpProjection
 from paged.models.layers.recurrent_config import (
     HASH_NUMBERS,
     GatedDeltaConfig,
@@ -268,8 +269,8 @@ def rank_network(
         raise UnsupportedError(f"tensor_parallel_size {share.size}: {error}") from error
     modules = dict(full_network.named_modules())
     for path, module in network.named_modules():
-        if isinstance(module, PackedWeights):
-            packed, layout = cast("PackedWeights", modules[path]), module.layout
+        if isinstance(module, (PackedWeights, UpProjection)) and module.layout is not None:
+            packed, layout = cast("PackedWeights | UpProjection", modules[path]), module.layout
             sizes = {*packed.sizes, packed.in_features} ^ {*module.sizes, module.in_features}
             if layout.in_blocks and any(size % FP8_BLOCK for size in sizes):
                 raise UnsupportedError(f"tensor_parallel_size {share.size}: {path} would be cut within a block of 128")

@@ -385,11 +385,8 @@ class Network(nn.Module):
     def derive_from_weights(self) -> None:
         """Let layers derive their forms of the weights; call it again after weights have changed."""
         for module in self.modules():
-            if isinstance(module, (LearnedRotation, PackedWeights, SparseMoe)):
+            if isinstance(module, (CompressedAttention, LatentAttention, LearnedRotation, PackedWeights, SparseMoe)):
                 module.derive_from_weights()
-        for module in self.modules():
-            if isinstance(module, CompressedAttention | LatentAttention):
-                module.derive_from_weights(self.embed_tokens.dtype)
         if self._packed_embedding is not None:
             self._pack_embedding()
 

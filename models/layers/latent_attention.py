@@ -21,14 +21,27 @@ from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
 from paged.models.loading.weights import Destinations
-from paged.models.quantization.packed_weights import PackedWeights
+from paged.models.quantization.layouts import Layout, Quantization
+from paged.models.quantization.packed_weights import UnpackedProjection
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 Queries = AttentionMetadata | OutputRows | AbsorbedPart
 
 
 class UpProjection(Linear):
-    """The projection from latents to keys and values of all heads. Attention reads its weights as matrices."""
+    """A projection whose weights are read as matrices, one for each head or group of heads.
+
+    They are plain: packed weights of a checkpoint are unpacked while they load.
+    """
+
+    layout: Layout | None = None
+
+    def quantize(self, prefix: str, quantization: Quantization) -> None:
+        """Unpack the weights of projection `prefix`.name while they load, if the checkpoint packs them."""
+        (name,) = self._names(prefix)
+        self.layout = quantization.common_layout([name])
+        if self.layout is not None:
+            self.layout.check(name, len(self.weight), self.in_features)
 
     def pack(self, dtype: torch.dtype) -> None:
         """Keep the order of the weights."""
@@ -36,13 +49,18 @@ class UpProjection(Linear):
     def round_to(self, form: str) -> None:
         """Keep the weights."""
 
-    def matrices(self, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weights, [num_heads, rows of a head, latent]."""
-        if isinstance(self.packed, PackedWeights):
-            weight = self.packed.dequantized(dtype)
-        else:
-            weight = self.weight
-        return weight.view(num_heads, -1, self.in_features)
+    def matrices(self, num_heads: int) -> torch.Tensor:
+        """Return a view of the weights, [num_heads, rows of a head, in_features]."""
+        return self.weight.view(num_heads, -1, self.in_features)
+
+    def destinations(self, prefix: str) -> Destinations:
+        if self.layout is None:
+            return super().destinations(prefix)
+        (name,) = self._names(prefix)
+        destinations: Destinations = {}
+        for end, destination in UnpackedProjection(self.layout, self.weight).destinations().items():
+            destinations[f"{name}.{end}"] = destination
+        return destinations
 
 
 class LatentAttention(nn.Module):
@@ -116,12 +134,9 @@ class LatentAttention(nn.Module):
         if (growth := self.config.query_growth) is not None:
             self.query_factors = growth.factors(len(cos_sin_cache), cos_sin_cache.device)
 
-    def derive_from_weights(self, dtype: torch.dtype) -> None:
-        """Read the up-projection as matrices; call it when the weights are at their final addresses.
-
-        dtype: dtype of activations.
-        """
-        self.up = self.kv_b_proj.matrices(self.config.num_heads, dtype)
+    def derive_from_weights(self) -> None:
+        """Read the up-projection as matrices; call it when the weights are at their final addresses."""
+        self.up = self.kv_b_proj.matrices(self.config.num_heads)
 
     def forward(
         self,

@@ -302,6 +302,29 @@ class _Projection:
         return tensor.narrow(stored.row_dim, first, last - first)
 
 
+class UnpackedProjection(_Projection):
+    """Collects the tensors of a projection in a checkpoint, and writes their numbers to plain weights when complete."""
+
+    def __init__(self, layout: Layout, plain: torch.Tensor) -> None:
+        """plain: [rows, columns], the weights to fill."""
+        self.layout, self.plain = layout, plain
+        self.rows, columns = plain.shape
+        self.stored = layout.stored(self.rows, columns)
+        self.found: dict[str, torch.Tensor] = {}
+
+    def _take(self, end: str, tensor: torch.Tensor) -> None:
+        if len(self.found) + 1 < len(self.stored):
+            super()._take(end, tensor)
+            return
+        # Pack only for this tensor: several at once would need the memory of all packed weights.
+        packed = PackedWeights(self.layout, self.plain.shape[1], [self.rows]).to(self.plain.device)
+        self.weight = packed._weight(0, 1)
+        super()._take(end, tensor)
+        del self.weight
+        packed.derive_from_weights()
+        self.plain.copy_(packed.dequantized(self.plain.dtype))
+
+
 class Mxfp4Experts(PackedModule):
     """One projection of all experts in MXFP4 for `fused_moe`: the checkpoint's bits, reordered."""
 
