@@ -7,7 +7,7 @@ truncating a sequence therefore covers the head too. Position 0 has no input, an
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,21 +180,52 @@ class _EagleLayer(_Layer):
         return self.ffn(mixed, None), residual
 
 
-class MultiTokenHead(DraftHead):
-    """A head in the target's own checkpoint; several drafts run it repeatedly."""
+class NamedHead(DraftHead):
+    """A head in the target's own checkpoint, under the names of `HeadNames`; several drafts run it repeatedly."""
 
-    layer: _Layer
+    layer: DecoderLayer
 
-    def __init__(self, target: Network, config: DecoderConfig, names: HeadNames) -> None:
-        """config: the target's configuration with one more layer."""
-        super().__init__(target, config, _Layer(config, config.num_layers - 1), config.vocab_size)
+    def __init__(
+        self,
+        target: Network,
+        config: DecoderConfig,
+        layer: DecoderLayer,
+        names: HeadNames,
+        projections: Sequence[Linear],
+    ) -> None:
+        """config: the target's configuration with one more layer. projections: those that join the inputs."""
+        super().__init__(target, config, layer, config.vocab_size)
         self.names, self.prefix = names, names.prefix.format(config.num_layers - 1)
         self.layer_prefix = f"{self.prefix}.{names.layer}".removesuffix(".")
         self.token_norm, self.hidden_norm = stream_norm(config), stream_norm(config)
-        self.projection = Linear(2 * config.hidden_size, {names.projection: config.hidden_size})
+        self.projections = nn.ModuleList(projections)
         if config.quantization is not None:
-            self.projection.quantize(self.prefix, config.quantization)
-            quantize(self.layer, self.layer_prefix, config, config.quantization)
+            for projection in projections:
+                projection.quantize(self.prefix, config.quantization)
+            quantize(layer, self.layer_prefix, config, config.quantization)
+
+    def destinations(self) -> Destinations:
+        names, prefix = self.names, self.prefix
+        destinations = self.layer.destinations(self.layer_prefix)
+        for projection in self.projections:
+            assert isinstance(projection, Linear)
+            destinations |= projection.destinations(prefix)
+        norms = {names.token_norm: self.token_norm, names.hidden_norm: self.hidden_norm, names.norm: self.norm}
+        for name, norm in norms.items():
+            destinations |= norm.destinations(f"{prefix}.{name}")
+        for name, copy in ((names.embedding, self.embed_tokens), (names.lm_head, self.lm_head)):
+            if copy is not None:
+                destinations[f"{prefix}.{name}.weight"] = copy
+        return destinations
+
+
+class MultiTokenHead(NamedHead):
+    """A head with one projection of the embedding and the hidden state side by side."""
+
+    def __init__(self, target: Network, config: DecoderConfig, names: HeadNames) -> None:
+        """config: the target's configuration with one more layer."""
+        projection = Linear(2 * config.hidden_size, {names.projection: config.hidden_size})
+        super().__init__(target, config, _Layer(config, config.num_layers - 1), names, [projection])
 
     def forward(
         self,
@@ -206,22 +237,12 @@ class MultiTokenHead(DraftHead):
         inputs = [self.token_norm(self.embed(input_ids))[0], self.hidden_norm(features)[0]]
         if self.names.hidden_first:
             inputs.reverse()
-        joined = self.projection(torch.cat(inputs, -1))
+        (projection,) = self.projections
+        joined = projection(torch.cat(inputs, -1))
         normed, stream = self.norm(*self.layer(joined, None, metadata.positions, metadata, outputs))
         if self.names.normed:
             return normed, normed
         return normed, stream
-
-    def destinations(self) -> Destinations:
-        names, prefix = self.names, self.prefix
-        destinations = self.layer.destinations(self.layer_prefix) | self.projection.destinations(prefix)
-        norms = {names.token_norm: self.token_norm, names.hidden_norm: self.hidden_norm, names.norm: self.norm}
-        for name, norm in norms.items():
-            destinations |= norm.destinations(f"{prefix}.{name}")
-        for name, copy in ((names.embedding, self.embed_tokens), (names.lm_head, self.lm_head)):
-            if copy is not None:
-                destinations[f"{prefix}.{name}.weight"] = copy
-        return destinations
 
 
 class Eagle3Head(DraftHead):

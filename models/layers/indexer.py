@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -55,6 +55,10 @@ class PooledKeys(CachedKeys):
     row_cache: torch.Tensor
     row_table: int
 
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim)
+        self.write_pooled_entries = Bound(write_pooled_entries, by=2)
+
     def set_pools(
         self, entries: torch.Tensor, table: int, row_cache: torch.Tensor, row_table: int, cos_sin_cache: torch.Tensor
     ) -> None:
@@ -63,6 +67,16 @@ class PooledKeys(CachedKeys):
         self.row_cache, self.cos_sin_cache = row_cache.squeeze(2), cos_sin_cache
         if self.row_cache.dtype.itemsize == 1:
             self.row_cache = self.row_cache.view(torch.bfloat16)
+
+    def write_rows(self, rows: torch.Tensor, metadata: AttentionMetadata, pool_size: int, **finish: Any) -> None:
+        """Write the rows of all tokens, then the keys of the pools that they close.
+
+        rows: [T, elements]. finish: arguments of `write_pooled_entries`.
+        """
+        _, row_slots = metadata.table(self.row_table)
+        _, entry_slots = metadata.table(self.table)
+        write_index_keys(rows.to(self.row_cache.dtype), self.row_cache, row_slots)
+        self.write_pooled_entries(self.row_cache, self.key_cache, row_slots, entry_slots, pool_size=pool_size, **finish)
 
 
 class Indexer(CachedKeys):
@@ -190,24 +204,13 @@ class PooledIndexer(Indexer, PooledKeys):
         super().__init__(hidden_size, q_rank, config)
         self.gate = empty_parameter(config.head_dim, hidden_size)  # never packed
         self.position_bias = empty_parameter(config.pool_size, config.head_dim)
-        self.write_pooled_entries = Bound(write_pooled_entries, by=2)
         self.choose_blocks = Bound(choose_blocks, step="plan")
 
     def _write(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Write the rows of all tokens, then the keys of the pools that they close."""
         keys = self.k_norm(self.wk(hidden))[0]  # [T, head_dim]
         rows = torch.cat([keys, functional.linear(hidden, self.gate)], -1)  # [T, 2 * head_dim]
-        _, row_slots = metadata.table(self.row_table)
-        write_index_keys(rows.to(self.row_cache.dtype), self.row_cache, row_slots)
-        _, entry_slots = metadata.table(self.table)
-        self.write_pooled_entries(
-            self.row_cache,
-            self.key_cache,
-            row_slots,
-            entry_slots,
-            pool_size=self.config.pool_size,
-            position_bias=self.position_bias,
-        )
+        self.write_rows(rows, metadata, self.config.pool_size, position_bias=self.position_bias)
 
     def _rotate(self, heads: torch.Tensor, positions: torch.Tensor) -> None:
         """Leave heads as they are."""

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from paged.kernels.attention.choose_blocks import choose_blocks
-from paged.kernels.cache.latent_cache import write_index_keys
-from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig
@@ -36,7 +34,6 @@ class MeanIndexer(PooledKeys):
         self.qk_proj = Linear(config.hidden_size, {"index_qk_proj": sum(self.sizes)})
         self.q_norm, self.k_norm = RmsNorm(index.head_dim, config.norms), RmsNorm(index.head_dim, config.norms)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.write_pooled_entries = Bound(write_pooled_entries, by=2)
         self.rotate, self.choose_blocks = Bound(rotary_embedding, by=1), Bound(choose_blocks, step="plan")
 
     def forward(
@@ -54,7 +51,16 @@ class MeanIndexer(PooledKeys):
         config = self.config
         block_table, _ = metadata.table(self.table)
         q, keys = self.qk_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
-        self._write(keys, positions, metadata)
+        self.write_rows(
+            keys,
+            metadata,
+            config.pool_size,
+            norm_weight=self.k_norm.weight,
+            eps=self.k_norm.eps,
+            positions=positions,
+            cos_sin_cache=self.cos_sin_cache,
+            interleaved=self.interleaved,
+        )
         if block_table.shape[1] * self.key_cache.shape[1] <= config.top_k:
             return None
         queries: AttentionMetadata | OutputRows = metadata
@@ -76,24 +82,6 @@ class MeanIndexer(PooledKeys):
             plan=queries.plan,
         )  # [R, 1, top_k + 1]
         return pools.expand(-1, self.num_kv_heads, -1)
-
-    def _write(self, keys: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Write the rows of all tokens, then the keys of the pools that they close. keys: [T, head_dim]."""
-        _, row_slots = metadata.table(self.row_table)
-        write_index_keys(keys.to(self.row_cache.dtype), self.row_cache, row_slots)
-        _, entry_slots = metadata.table(self.table)
-        self.write_pooled_entries(
-            self.row_cache,
-            self.key_cache,
-            row_slots,
-            entry_slots,
-            pool_size=self.config.pool_size,
-            norm_weight=self.k_norm.weight,
-            eps=self.k_norm.eps,
-            positions=positions,
-            cos_sin_cache=self.cos_sin_cache,
-            interleaved=self.interleaved,
-        )
 
     def destinations(self, prefix: str) -> Destinations:
         destinations = self.qk_proj.destinations(prefix)
