@@ -221,15 +221,17 @@ class Share:
         return size // self.size
 
     def _attention(self, layer: AttentionConfig) -> AttentionConfig:
-        if layer.compressed is not None:
-            raise UnsupportedError(f"tensor_parallel_size {self.size}: compressed entries, supported is 1")
+        compressed = layer.compressed
+        if compressed is not None:  # groups of heads are split; every rank has all rows and entries
+            compressed = replace(compressed, num_groups=self._divided("o_groups", compressed.num_groups))
         heads = layer.num_kv_heads
         if max(heads, self.size) % min(heads, self.size):
             raise UnsupportedError(
                 f"tensor_parallel_size {self.size}: num_key_value_heads {heads}, supported are multiples and divisors"
             )
         num_heads = self._divided("num_attention_heads", layer.num_heads)
-        return replace(layer, num_heads=num_heads, num_kv_heads=self._kv_heads(layer)[1])
+        num_kv_heads = self._kv_heads(layer)[1]
+        return replace(layer, num_heads=num_heads, num_kv_heads=num_kv_heads, compressed=compressed)
 
     def _recurrent(self, layer: RecurrentConfig | None) -> RecurrentConfig | None:
         if layer is None:
