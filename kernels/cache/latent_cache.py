@@ -213,8 +213,8 @@ def check_rows(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
     if record_form(cache, head_dim) is None:
         expected = f"{RECORD_BYTES} or {MXFP8_BYTES}, and {RECORD_DIM}, of a uint8 cache"
         raise InvalidInputError(f"{name}: {cache.shape[2]} bytes a row and head_dim {head_dim}, expected {expected}")
-    if cache.data_ptr() % 2 or any(stride % 2 for stride in cache.stride()[:2]):
-        raise InvalidInputError(f"{name}: strides {cache.stride()}, expected multiples of 2 bytes")
+    if cache.data_ptr() % 2 or any(stride % 8 for stride in cache.stride()[:2]):
+        raise InvalidInputError(f"{name}: strides {cache.stride()}, expected multiples of 8 bytes")
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:

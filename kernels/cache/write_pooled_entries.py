@@ -191,7 +191,7 @@ def write_pooled_entries(
     elif takes_numba(row_cache, weights=(position_bias, norm_weight)):
         from ..cpu.cache import write_pooled_entries as numba_write
 
-        form = numba_write.form_of(entry_cache, finish["KIND"])
+        form = numba_write.form_of(entry_cache, finish["KIND"], head_dim)
         if form is not None:
             num_entry_slots = entry_cache.shape[0] * entry_cache.shape[1] * pool_size
             num_positions = 0 if cos_sin_cache is None else len(cos_sin_cache)

@@ -33,6 +33,11 @@ def cases() -> list[CompileCase]:
             _case(target, 64, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
             _case(target, 64, pool_size=1, is_chosen=True, record_bytes=MXFP8_BYTES),
         ]
+        if target.startswith("gfx"):  # other tiles than for 64 heads
+            compiled += [
+                _case(target, 16, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
+                _case(target, 32, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
+            ]
     return compiled
 
 

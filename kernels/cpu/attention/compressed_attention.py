@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...attention.call import CompressedCall
-from ...cache.latent_cache import RECORD_CODES, RECORD_GROUP, RECORD_ROPE
+from ...cache.latent_cache import RECORD_FORMS
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import LANES, LOG2_E, fill, load_e4m3, load_vector, multiply_add, store_vector
@@ -22,24 +22,21 @@ from .few_queries import LEAST_SCALE, _place_of_key
 from .many_queries import KEYS, ROWS, STEP, _multiply, clear_rows, first_sum, log_sum_exp, options_of, place
 from .vector_products import attend_block, pack_rows, store, widen
 
-_FIRST_EXPONENT = RECORD_CODES + 2 * RECORD_ROPE
-
 
 @nb.device_function
-def _widen_record(records, start, floats, to, _size):
-    """Decode a record that begins at a byte."""
-    codes, rope = records
-    zeros = fill(np.float32(0))
-    for group in range(RECORD_CODES // RECORD_GROUP):
-        exponent = np.int32(codes[start + _FIRST_EXPONENT + group])
+def _widen_record(records, start, floats, to, size):
+    """Decode a record that begins at a byte. records: bytes, bfloat16 numbers, and the sizes of its `RecordForm`."""
+    codes, rope, num_codes, group_size = records
+    zeros, exponents = fill(np.float32(0)), start + 2 * size - num_codes
+    for first in range(0, num_codes, group_size):
+        exponent = np.int32(codes[exponents + first // group_size])
         scale = np.int32(exponent << np.int32(23)).view(np.float32)
         if exponent == np.int32(255):
             scale = np.float32(np.nan)
-        first = group * RECORD_GROUP
-        for i in range(first, first + RECORD_GROUP, LANES):
+        for i in range(first, first + group_size, LANES):
             store_vector(floats, to + i, multiply_add(load_e4m3(codes, start + i), fill(scale), zeros))
-    for i in range(0, RECORD_ROPE, LANES):
-        store_vector(floats, to + RECORD_CODES + i, load_vector(rope, (start + RECORD_CODES) // 2 + i))
+    for i in range(num_codes, size, LANES):
+        store_vector(floats, to + i, load_vector(rope, (start + num_codes) // 2 + i - num_codes))
 
 
 @nb.device_function
@@ -152,7 +149,7 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
         options = options_of((values[12], none, values[13]), (values[15], none, none))
         scratch = values[14] + nb.thread_index() * values[16] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
-        scale, areas, sizes, strides = nb.as_float(values[17]), values[18:29], values[29:40], values[40:]
+        scale, areas, sizes, strides = nb.as_float(values[17]), values[18:29], values[29:40], values[40:52]
         num_seqs, num_tokens, num_heads, heads_at_once, size = sizes[:5]
         out, cu_seqlens_q = tensors[3], ids[2]
         num_queries = np.int64(cu_seqlens_q[num_seqs])
@@ -189,10 +186,10 @@ def _compressed_attention(arguments):
 
 @nb.Kernel
 def _compressed_attention_of_records(arguments):
-    values = nb.unpack(arguments, 52)
+    values = nb.unpack(arguments, 54)
     q, out, cos_sin = values[2], values[5], nb.floats(values[11])
-    records = nb.uint8s(values[3]), nb.bfloats(values[3])
-    entries = nb.uint8s(values[4]), nb.bfloats(values[4])
+    records = nb.uint8s(values[3]), nb.bfloats(values[3]), values[52], values[53]
+    entries = nb.uint8s(values[4]), nb.bfloats(values[4]), values[52], values[53]
     if values[1]:
         _attend_records((nb.bfloats(q), records, entries, nb.bfloats(out), cos_sin), values)
     else:
@@ -256,7 +253,8 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
     )
     kernel = _compressed_attention
     if call.kv_cache.dtype == torch.uint8:
-        kernel = _compressed_attention_of_records
+        form = RECORD_FORMS[call.kv_cache.shape[2]]
+        kernel, arguments = _compressed_attention_of_records, (*arguments, form.num_codes, form.group)
     num_products = 2 * num_tokens * num_heads * size * (call.sliding_window + num_indices)
     return NumbaLaunch(kernel.address, num_products, arguments, scratch_size=scratch_size)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...cache.latent_cache import RECORD_CODES, RECORD_GROUP
+from ...cache.latent_cache import record_form
 from ...core.dtypes import SMALLEST
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
@@ -145,7 +145,8 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
     bias, norm_weight, cos_sin = weights
     row_slots, entry_slots, positions = ids[0], ids[1], ids[2]
     num_tokens, pool_size, dim, block_size, num_blocks, entry_block_size, num_entry_slots = sizes[:7]
-    num_positions, num_seqs, table_width, num_halves, rotary_dim, first_rotated, form = sizes[7:]
+    num_positions, num_seqs, table_width, num_halves, rotary_dim, first_rotated, form = sizes[7:14]
+    num_codes, group_size = sizes[14:]
     row_block, row_slot, bias_position, position_stride, table_stride = strides[:5]
     entry_block, entry_slot, rope_block, rope_slot, scale_block, scale_slot = strides[5:]
     has_gates, has_norm, interleaved, eps = options
@@ -205,18 +206,17 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
             _store_index_key(entry, dim, codes, to, scales, block * scale_block + place * scale_slot)
         else:
             at = block * scale_block + place * scale_slot
-            for group in range(RECORD_CODES // RECORD_GROUP):
-                begin = group * RECORD_GROUP
-                exponents[at + group] = _store_codes(entry, begin, begin + RECORD_GROUP, codes, to)
+            for begin in range(0, num_codes, group_size):
+                exponents[at + begin // group_size] = _store_codes(entry, begin, begin + group_size, codes, to)
             at = block * rope_block + place * rope_slot
-            for i in range(dim - RECORD_CODES):
-                nb.store(rope, at + i, entry[RECORD_CODES + i])
+            for i in range(dim - num_codes):
+                nb.store(rope, at + i, entry[num_codes + i])
     return True
 
 
 @nb.Kernel
 def _write_pooled_entries(arguments):
-    values = nb.unpack(arguments, 43)
+    values = nb.unpack(arguments, 45)
     is_bf16, rows, bias, norm_weight = values[1:5]
     row_slots, entry_slots, positions, row_table, cu_seqlens_q, cos_sin, entry, rope, scale = values[5:14]
     scratch = nb.floats(values[14] + nb.thread_index() * values[15] * 4)
@@ -229,8 +229,8 @@ def _write_pooled_entries(arguments):
         *(nb.floats(entry), nb.bfloats(entry), nb.uint8s(entry)),
         *(nb.bfloats(rope), nb.uint8s(scale), nb.floats(scale)),
     )
-    sizes, strides = values[16:30], values[30:41]
-    options = bias != 0, norm_weight != 0, values[41] != 0, nb.as_float(values[42])
+    sizes, strides = values[16:32], values[32:43]
+    options = bias != 0, norm_weight != 0, values[43] != 0, nb.as_float(values[44])
     if is_bf16:
         is_done = _write(nb.bfloats(rows), weights, ids, entries, scratch, sizes, strides, options)
     else:
@@ -239,11 +239,20 @@ def _write_pooled_entries(arguments):
         arguments[0] = 1
 
 
-def form_of(entry_cache: torch.Tensor, kind: str) -> int | None:
-    """Return the number of a form of entries; None for one that the kernel does not write. kind: see `entry_kind`."""
-    if kind:
-        return {"index": _INDEX, "record": _RECORD}[kind]
-    return {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}.get(entry_cache.dtype)
+def form_of(entry_cache: torch.Tensor, kind: str, head_dim: int) -> tuple[int, int, int] | None:
+    """Return the number of a form of entries, and codes and numbers of a scale in a record; None for other forms.
+
+    kind: see `entry_kind`.
+    """
+    if kind == "index":
+        return _INDEX, 0, 0
+    record = record_form(entry_cache, head_dim)
+    if record is not None:
+        return _RECORD, record.num_codes, record.group
+    form = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}.get(entry_cache.dtype)
+    if form is None:
+        return None
+    return form, 0, 0
 
 
 def launch_for(
@@ -251,7 +260,7 @@ def launch_for(
     num_tokens: int,
     num_entry_slots: int,
     num_positions: int,
-    form: int,
+    form: tuple[int, int, int],
     sizes: dict[str, Any],
 ) -> Callable[[dict[str, Any]], int]:
     """Return a launch for calls like this one. If an id is out of range, its status is 1 and it writes nothing.
@@ -284,7 +293,7 @@ def launch_for(
             num_halves,
             sizes["ROTARY_DIM"],
             sizes["FIRST_ROTATED"],
-            form,
+            *form,
             sizes["stride_row_block"],
             sizes["stride_row_slot"],
             num_halves * dim,
