@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.latent_cache import latent_kind, record_form
+from ..cache.latent_cache import RecordForm, latent_kind, record_form
 from ..core.device import LARGE_SHARED_MEMORY, device_of
 from ..core.dtypes import kv_kind
 from ..core.errors import InvalidInputError, as_int, shown
@@ -276,13 +276,17 @@ class CompressedCall(NamedTuple):
         return _out_strides(self.out, self.q.shape[1], self.q.shape[2])
 
     @property
+    def record_form(self) -> RecordForm | None:
+        """The form of rows and entries; None if they are no records."""
+        return record_form(self.kv_cache, self.q.shape[2])
+
+    @property
     def shape(self) -> MlaShape:
         """The shape that schedules depend on. Each token is a sequence of its own, as with chosen keys."""
         num_tokens, num_heads, head_dim = self.q.shape
         kind = ""
-        form = record_form(self.kv_cache, head_dim)
-        if form is not None:
-            kind = form.kind
+        if self.record_form is not None:
+            kind = self.record_form.kind
         return MlaShape(
             num_tokens=num_tokens,
             num_kv_heads=1,

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ...attention.call import CompressedCall
-from ...cache.latent_cache import RECORD_FORMS
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import LANES, LOG2_E, fill, load_e4m3, load_vector, multiply_add, store_vector
@@ -252,8 +251,8 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
         _stride(call.cos_sin_cache),
     )
     kernel = _compressed_attention
-    if call.kv_cache.dtype == torch.uint8:
-        form = RECORD_FORMS[call.kv_cache.shape[2]]
+    form = call.record_form
+    if form is not None:
         kernel, arguments = _compressed_attention_of_records, (*arguments, form.num_codes, form.group)
     num_products = 2 * num_tokens * num_heads * size * (call.sliding_window + num_indices)
     return NumbaLaunch(kernel.address, num_products, arguments, scratch_size=scratch_size)
