@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel, get_spec
 
 from paged.errors import UnsupportedError
 from paged.kernels.attention.paged_attention import paged_attention
@@ -22,9 +23,6 @@ from paged.kernels.core.checks import FLOAT_DTYPES
 from paged.kernels.core.device import is_capturing
 from paged.kernels.core.dtypes import KV_KINDS
 from paged.kernels.core.operation import bound_for, layout
-
-# SGLang's pools have no scales in the cache.
-CACHE_DTYPES = [*FLOAT_DTYPES, *(dtype for dtype, kind in KV_KINDS.items() if not kind.has_scales)]
 
 
 @dataclass
@@ -74,26 +72,33 @@ class PagedAttnBackend(AttentionBackend):
     """Attention of all layers of a model runner: extend, decode, mixed steps, chains of drafts, CUDA graphs."""
 
     needs_cpu_seq_lens = False
+    pool_kind: Any = MHATokenToKVPool
+    # SGLang's pools have no scales in the cache.
+    cache_dtypes = (*FLOAT_DTYPES, *(dtype for dtype, kind in KV_KINDS.items() if not kind.has_scales))
 
     def __init__(self, runner: Any) -> None:
         """Keep the runner's pools.
 
         Raises:
-            UnsupportedError: latents (MLA), another kind of pool or dtype, pages whose size is neither 1 nor a multiple
-                of 8, trees of drafts, or encoder-decoder models.
+            UnsupportedError: another kind of pool or dtype, pages whose size is neither 1 nor a multiple of 8, draft
+                workers, trees of drafts, or encoder-decoder models.
         """
         super().__init__()
-        _check(runner)
+        self._check(runner)
         self.device = runner.device
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.page_size: int = runner.page_size
-        self.num_verified: int = runner.server_args.speculative_num_draft_tokens or 1
+        self.num_verified: int = get_spec().speculative_num_draft_tokens or 1
         self.has_window_pool = isinstance(runner.token_to_kv_pool, SWAKVPool)
         self.graph: GraphBuffers | None = None
         self.step: SglangStep | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make the metadata of a step that runs without a graph."""
+        """Make the metadata of a step that runs without a graph.
+
+        Raises:
+            UnsupportedError: the step is of a diffusion model.
+        """
         self.step = None
         if forward_batch.forward_mode.is_idle():
             return
@@ -159,10 +164,8 @@ class PagedAttnBackend(AttentionBackend):
         Raises:
             UnsupportedError: an argument, or a property of the layer, asks for what the backend does not do.
         """
-        for name, value in unknown.items():
-            if value is not None:
-                raise UnsupportedError(f"{name}: attention here does not take it")
-        _check_layer(layer)
+        refuse_arguments(unknown)
+        check_layer(layer)
         step, pool = self.step, self.token_to_kv_pool
         assert step is not None
         is_window_layer = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
@@ -180,11 +183,10 @@ class PagedAttnBackend(AttentionBackend):
         scales: dict[str, torch.Tensor | None] = {"k_scale": None, "v_scale": None}
         if k_cache.dtype.itemsize == 1:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        window = layer.sliding_window_size  # positions before the query's own
         options: dict[str, Any] = {
             "softmax_scale": layer.scaling,
             "causal": layer.attn_type == AttentionType.DECODER,
-            "window_size": (-1, -1) if window is None or window < 0 else (window, window),
+            "window_size": self._window(layer),
             "softcap": layer.logit_cap or 0.0,
         }
         tensors = layout(k_cache, v_cache, out, query, sinks, *scales.values())
@@ -209,6 +211,8 @@ class PagedAttnBackend(AttentionBackend):
     def _make_step(self, forward_batch: Any, limit: int) -> SglangStep:
         """Return the metadata of a batch. limit: upper bound of the longest sequence, the step's tokens included."""
         mode = forward_batch.forward_mode
+        if mode.is_dllm_extend():
+            raise UnsupportedError("forward_mode: DLLM_EXTEND, expected a step of an autoregressive model")
         seq_lens = forward_batch.seq_lens.to(torch.int32)
         num_seqs = len(seq_lens)
         if mode.is_decode_or_idle() or mode.is_target_verify():
@@ -251,32 +255,49 @@ class PagedAttnBackend(AttentionBackend):
         num_pages = len(buffer) // self.page_size
         return buffer[: num_pages * self.page_size].view(num_pages, self.page_size, *buffer.shape[1:])
 
+    def _window(self, layer: Any) -> tuple[int, int]:
+        """Return the positions that a layer's queries see on each side of their own; -1 for no limit."""
+        window = layer.sliding_window_size
+        if window is None or window < 0:
+            return -1, -1
+        return window, window
 
-def _check(runner: Any) -> None:
-    """Raise UnsupportedError for a runner whose steps the backend does not do."""
-    pool, page_size = runner.token_to_kv_pool, runner.page_size
-    if runner.use_mla_backend:
-        raise UnsupportedError("use_mla_backend: latents (MLA) are not supported, expected grouped-query attention")
-    kinds = [pool]
-    if isinstance(pool, SWAKVPool):
-        kinds = [pool.full_kv_pool, pool.swa_kv_pool]
-    for kind in kinds:
-        if type(kind) is not MHATokenToKVPool:
-            raise UnsupportedError(f"token_to_kv_pool: {type(kind).__name__}, expected MHATokenToKVPool or SWAKVPool")
-        if kind.dtype not in CACHE_DTYPES:
-            raise UnsupportedError(f"kv_cache_dtype: {kind.dtype}, expected one of {CACHE_DTYPES}")
-        if kind.kv_cache_layout != "nhd":
-            raise UnsupportedError(f"kv_cache_layout: {kind.kv_cache_layout!r}, expected 'nhd'")
-    if page_size != 1 and page_size % 8:
-        raise UnsupportedError(f"page_size: {page_size}, expected 1 or a multiple of 8")
-    if (runner.server_args.speculative_eagle_topk or 1) > 1:
-        topk = runner.server_args.speculative_eagle_topk
-        raise UnsupportedError(f"speculative_eagle_topk: {topk}, expected 1, a chain of drafts")
-    if runner.model_config.is_encoder_decoder:
-        raise UnsupportedError("is_encoder_decoder: cross attention is not supported")
+    def _check(self, runner: Any) -> None:
+        """Raise UnsupportedError for a runner whose steps the backend does not do."""
+        pool, page_size = runner.token_to_kv_pool, runner.page_size
+        kinds = [pool]
+        if isinstance(pool, SWAKVPool):
+            kinds = [pool.full_kv_pool, pool.swa_kv_pool]
+        for kind in kinds:
+            if type(kind) is not self.pool_kind:
+                raise UnsupportedError(f"token_to_kv_pool: {type(kind).__name__}, expected {self.pool_kind.__name__}")
+            if kind.dtype not in self.cache_dtypes:
+                raise UnsupportedError(f"kv_cache_dtype: {kind.dtype}, expected one of {self.cache_dtypes}")
+            if isinstance(kind, MHATokenToKVPool) and kind.kv_cache_layout != "nhd":
+                raise UnsupportedError(f"kv_cache_layout: {kind.kv_cache_layout!r}, expected 'nhd'")
+        if page_size != 1 and page_size % 8:
+            raise UnsupportedError(f"page_size: {page_size}, expected 1 or a multiple of 8")
+        topk = get_spec().speculative_eagle_topk or 1
+        if topk > 1:
+            raise UnsupportedError(f"speculative_eagle_topk: {topk}, expected 1, a chain of drafts")
+        if get_parallel().attn_dcp_size > 1:
+            raise UnsupportedError(f"dcp_size: {get_parallel().attn_dcp_size}, expected 1")
+        if runner.model_config.is_encoder_decoder:
+            raise UnsupportedError("is_encoder_decoder: cross attention is not supported")
+        if runner.is_draft_worker:
+            raise UnsupportedError(
+                "is_draft_worker: drafts are not supported, choose another --speculative-draft-attention-backend"
+            )
 
 
-def _check_layer(layer: Any) -> None:
+def refuse_arguments(arguments: dict[str, Any]) -> None:
+    """Raise UnsupportedError if an argument that the backend does not know is given."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise UnsupportedError(f"{name}: attention here does not take it")
+
+
+def check_layer(layer: Any) -> None:
     """Raise UnsupportedError for a layer that the backend does not do."""
     if layer.is_cross_attention or layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL:
         raise UnsupportedError(f"attn_type: layer {layer.layer_id} is neither a decoder's nor an encoder's")

@@ -14,8 +14,11 @@ from pathlib import Path
 
 from paged.interop.interface import Interface
 
+# Name of the attention backend, as in --attention-backend paged.
+BACKEND = "paged"
 NAMES = (
     "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES",
+    "sglang.srt.arg_groups.model_hook:attention_backends_of",
     "sglang.srt.layers.attention.attention_registry:register_attention_backend",
     "sglang.srt.layers.attention.base_attn_backend:AttentionBackend",
     "sglang.srt.layers.radix_attention:AttentionType",
@@ -24,6 +27,8 @@ NAMES = (
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.get_key_buffer",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.get_value_buffer",
     "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool.set_kv_buffer",
+    "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool.get_key_buffer",
+    "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool.set_kv_buffer",
     "sglang.srt.mem_cache.memory_pool:ReqToTokenPool.__init__",
     "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.__init__",
     "sglang.srt.mem_cache.swa_memory_pool:SWAKVPool.get_key_buffer",
@@ -39,6 +44,10 @@ NAMES = (
     "sglang.srt.model_executor.forward_batch_info:ForwardMode",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_decode_or_idle",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_target_verify",
+    "sglang.srt.models.deepseek_common.attention_backend_handler:AttentionBackendRegistry.register",
+    "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods:AttnForwardMethod.MLA",
+    "sglang.srt.runtime_context:get_parallel",
+    "sglang.srt.runtime_context:get_spec",
 )
 DERIVED = ("paged.interop.sglang_backend:PagedAttnBackend",)
 INTERFACE = Interface(NAMES, DERIVED, Path(__file__).with_name("sglang_interface.txt"))

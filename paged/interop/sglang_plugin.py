@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from importlib.metadata import version
 from typing import Any
 
-from paged.interop.sglang_interface import INTERFACE
+from paged.interop.sglang_interface import BACKEND, INTERFACE
 
-BACKEND = "paged"
 # Tested versions of SGLang. Another version is accepted if it has all marked lines of sglang_interface.txt.
 VERSIONS = ("0.5.23",)
 
@@ -34,7 +34,27 @@ def register() -> None:
 
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         ATTENTION_BACKEND_CHOICES.append(BACKEND)
+        _accept_as_triton()
     register_attention_backend(BACKEND)(make_backend)
+
+
+def _accept_as_triton() -> None:
+    """Have SGLang accept the backend for gpt-oss and Gemma 4, whose lists of backends no plug-in can extend.
+
+    The lists name backends with sliding windows and sinks, and `triton` is in both.
+    """
+    from sglang.srt.arg_groups import model_hook
+
+    resolve = model_hook.attention_backends_of
+
+    @functools.wraps(resolve)
+    def listed_backends(config: Any) -> tuple[str | None, ...]:
+        names = []
+        for name in resolve(config):
+            names.append("triton" if name == BACKEND else name)
+        return tuple(names)
+
+    model_hook.attention_backends_of = listed_backends
 
 
 def make_backend(runner: Any) -> Any:
@@ -43,6 +63,10 @@ def make_backend(runner: Any) -> Any:
     Raises:
         UnsupportedError: the runner's model, pools or options need what the backend does not do.
     """
+    if runner.use_mla_backend:
+        from paged.interop.sglang_latents import PagedLatentBackend
+
+        return PagedLatentBackend(runner)
     from paged.interop.sglang_backend import PagedAttnBackend
 
     return PagedAttnBackend(runner)

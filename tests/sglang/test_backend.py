@@ -11,9 +11,15 @@ sglang = pytest.importorskip("sglang")
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
+from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from paged.errors import UnsupportedError  # noqa: E402
 from paged.interop.sglang_interface import INTERFACE  # noqa: E402
@@ -21,37 +27,44 @@ from paged.interop.sglang_plugin import register  # noqa: E402
 from paged.kernels.attention import definition  # noqa: E402
 from tests.tolerance import assert_close  # noqa: E402
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("sglang_settings")]
 
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 32, 32
+LATENT, ROPE = 32, 16
 SLOTS, MAX_LEN = 512, 96
-CPU = torch.device("cpu")
 
 
-def make_runner(page_size: int, *, dtype: torch.dtype = torch.float32, has_window_pool: bool = False) -> Any:
+def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
     """The attributes of a ModelRunner that attention backends read, with SGLang's own pools."""
-    sizes = {"page_size": page_size, "dtype": dtype, "head_num": KV_HEADS, "head_dim": DIM, "device": "cpu"}
+    sizes = {"page_size": page_size, "dtype": dtype, "head_num": KV_HEADS, "head_dim": DIM, "device": device}
     pool: Any
-    if has_window_pool:
+    if kind == "latents":
+        latent_sizes = {"page_size": page_size, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "layer_num": 2}
+        pool = MLATokenToKVPool(SLOTS, dtype=dtype, device=device, enable_memory_saver=False, **latent_sizes)
+    elif kind == "window pool":
         pool = SWAKVPool(size=SLOTS, size_swa=SLOTS, swa_attention_layer_ids=[1], full_attention_layer_ids=[0], **sizes)
-        shift = torch.arange(SLOTS + page_size + 1)
+        shift = torch.arange(SLOTS + page_size + 1, device=device)
         pool.full_to_swa_index_mapping = (shift + 2 * page_size) % SLOTS  # other slots than those of the full layers
     else:
         pool = MHATokenToKVPool(size=SLOTS, layer_num=2, enable_memory_saver=False, **sizes)
-    requests = ReqToTokenPool(size=4, max_context_len=MAX_LEN, device="cpu", enable_memory_saver=False)
+    requests = ReqToTokenPool(size=4, max_context_len=MAX_LEN, device=device, enable_memory_saver=False)
     return SimpleNamespace(
-        device="cpu",
+        device=device,
         page_size=page_size,
-        use_mla_backend=False,
+        use_mla_backend=kind == "latents",
+        is_draft_worker=False,
         req_to_token_pool=requests,
         token_to_kv_pool=pool,
-        server_args=SimpleNamespace(speculative_num_draft_tokens=3, speculative_eagle_topk=1),
         model_config=SimpleNamespace(is_encoder_decoder=False),
     )
 
 
 def make_layer(index: int, **options: Any) -> RadixAttention:
     return RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, index, **options)
+
+
+def make_latent_layer(index: int) -> RadixAttention:
+    return RadixAttention(HEADS, LATENT + ROPE, DIM**-0.5, 1, index, v_head_dim=LATENT)
 
 
 class Batch:
@@ -63,27 +76,28 @@ class Batch:
         pages = torch.randperm(SLOTS // page - 1, generator=self.random) + 1  # 0 is SGLang's slots for padding
         pages = pages[: 4 * (MAX_LEN // page)].view(4, -1)
         slots = pages.unsqueeze(2) * page + torch.arange(page)
-        runner.req_to_token_pool.req_to_token[:4] = slots.flatten(1)
+        self.slots = slots.flatten(1)
+        runner.req_to_token_pool.req_to_token[:4] = self.slots.to(runner.device)
         self.rows = torch.tensor([2, 0, 3])
 
     def step(self, mode: ForwardMode, lengths: list[tuple[int, int]]) -> ForwardBatch:
         """lengths: (query, keys with the query's own) of each sequence."""
-        table, slots = self.runner.req_to_token_pool.req_to_token, []
+        device, slots = self.runner.device, []
         rows = self.rows[: len(lengths)]
         for row, (count, length) in zip(rows, lengths, strict=True):
-            slots.append(table[row, length - count : length].long())
+            slots.append(self.slots[row, length - count : length].long())
         held = [length - count if mode.is_target_verify() else length for count, length in lengths]
         counts = torch.tensor([count for count, _ in lengths])
         return ForwardBatch(
             forward_mode=mode,
             batch_size=len(lengths),
             input_ids=torch.zeros(int(counts.sum()), dtype=torch.int64),
-            req_pool_indices=rows,
-            seq_lens=torch.tensor(held),
+            req_pool_indices=rows.to(device),
+            seq_lens=torch.tensor(held).to(device),
             seq_lens_cpu=torch.tensor(held),
-            out_cache_loc=torch.cat(slots),
+            out_cache_loc=torch.cat(slots).to(device),
             seq_lens_sum=sum(held),
-            extend_seq_lens=counts,
+            extend_seq_lens=counts.to(device),
             extend_prefix_lens=torch.tensor([length - count for count, length in lengths]),
             extend_seq_lens_cpu=counts.tolist(),
         )
@@ -105,13 +119,12 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kind", ["plain", "window", "window pool"])
+@pytest.mark.parametrize(("kind", "page_size"), [("plain", 1), ("window", 16), ("window pool", 16)])
 def test_steps_equal_those_of_sglangs_own_backend(kind: str, page_size: int, backend: Any) -> None:
     register()
     options = [{}, {}] if kind == "plain" else [{}, {"sliding_window_size": 10}]
     # SGLang's backend does not translate slots of a pool for windows, so it gets one pool for all layers.
-    runners = [make_runner(page_size, has_window_pool=kind == "window pool"), make_runner(page_size)]
+    runners = [make_runner(page_size, kind), make_runner(page_size)]
     ours, theirs = ATTENTION_BACKENDS["paged"](runners[0]), TorchNativeAttnBackend(runners[1])
     batches = [Batch(runner) for runner in runners]
     layers = [make_layer(index, **option) for index, option in enumerate(options)]
@@ -126,17 +139,31 @@ def test_steps_equal_those_of_sglangs_own_backend(kind: str, page_size: int, bac
             assert_close(out, expected.double())
 
 
+def latent_tensors(batch: ForwardBatch, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    num_tokens = len(batch.out_cache_loc)
+    q = torch.randn(num_tokens, HEADS * (LATENT + ROPE), generator=random)
+    rows = torch.randn(num_tokens, 1, LATENT + ROPE, generator=random)
+    return q, rows, rows[..., :LATENT]
+
+
 def expected_of(
-    runner: Any, layer: RadixAttention, q: torch.Tensor, lengths: list[tuple[int, int]], **options: Any
+    batch: Batch, layer: RadixAttention, q: torch.Tensor, lengths: list[tuple[int, int]], **options: Any
 ) -> torch.Tensor:
-    """The float64 definition over one sequence's slots after the other, as blocks of one token."""
-    pool = runner.token_to_kv_pool
-    rows = runner.req_to_token_pool.req_to_token[torch.tensor([2, 0, 3])[: len(lengths)]]
+    """The float64 definition over one sequence's slots after the other, as blocks of one token, on the host."""
+    pool = batch.runner.token_to_kv_pool
+    keys = pool.get_key_buffer(layer.layer_id).cpu()  # [slots, heads, size]
+    values = pool.get_value_buffer(layer.layer_id).cpu()
+    if batch.runner.use_mla_backend:  # all heads share a row
+        keys, values = keys.expand(-1, HEADS, -1), values.expand(-1, HEADS, -1)
+    rows = batch.slots[batch.rows[: len(lengths)]].int()
+    if hasattr(pool, "layers_mapping") and pool.layers_mapping[layer.layer_id][1]:
+        rows = pool.full_to_swa_index_mapping.cpu()[rows.long()].int()
     offsets = torch.tensor([0, *(count for count, _ in lengths)]).cumsum(0).int()
     out, _ = definition.paged_attention(
-        q.view(-1, HEADS, DIM),
-        pool.get_key_buffer(layer.layer_id).unsqueeze(1),
-        pool.get_value_buffer(layer.layer_id).unsqueeze(1),
+        q.view(-1, HEADS, layer.qk_head_dim),
+        keys.unsqueeze(1),
+        values.unsqueeze(1),
         block_table=rows,
         cu_seqlens_q=offsets,
         seq_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
@@ -146,49 +173,55 @@ def expected_of(
     return out
 
 
-def test_chains_of_drafts_caps_and_sinks(backend: Any) -> None:
+DRAFTS_VERIFIED = (
+    (ForwardMode.EXTEND, [(20, 20), (7, 7)]),
+    (ForwardMode.TARGET_VERIFY, [(3, 23), (3, 10)]),
+)
+
+
+def test_chains_of_drafts_caps_and_sinks(backend: str, sglang_settings: Any) -> None:
     """Drafts are verified behind the cached tokens, whose number SGLang gives without them."""
     register()
+    sglang_settings.override("test", speculative_num_draft_tokens=3)
     runner = make_runner(16)
     ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
     layer = make_layer(0, logit_cap=5.0)
     sinks = torch.randn(HEADS)
-    for mode, lengths in ((ForwardMode.EXTEND, [(20, 20), (7, 7)]), (ForwardMode.TARGET_VERIFY, [(3, 23), (3, 10)])):
+    for mode, lengths in DRAFTS_VERIFIED:
         step = batch.step(mode, lengths)
         ours.init_forward_metadata(step)
         q, k, v = tensors(step, 1)
         out = ours.forward(q, k, v, layer, step, sinks=sinks)
-        assert_close(out.view(-1, HEADS, DIM), expected_of(runner, layer, q, lengths, softcap=5.0, sinks=sinks))
+        assert_close(out.view(-1, HEADS, DIM), expected_of(batch, layer, q, lengths, softcap=5.0, sinks=sinks))
 
 
-def test_graph_buffers_hold_every_replays_batch(backend: Any) -> None:
-    """What a graph reads is refilled in place: steps through its buffers equal those without a graph."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_latents(dtype: torch.dtype, backend: str, sglang_settings: Any) -> None:
+    """Chunks, decodes and drafts over latents. The pool casts to fp8 without the scale of the layer."""
     register()
-    runner = make_runner(16, has_window_pool=True)
+    sglang_settings.override("test", speculative_num_draft_tokens=3)
+    runner = make_runner(16, "latents", dtype=dtype)
     ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
-    layers = [make_layer(0), make_layer(1, sliding_window_size=10)]
-    start = batch.step(ForwardMode.EXTEND, [(20, 20), (7, 7)])
-    ours.init_forward_metadata(start)
-    for layer in layers:
-        ours.forward(*tensors(start, 0), layer, start)
-    ours.init_cuda_graph_state(4, 8)
-    for number in (1, 2):
-        step = batch.step(ForwardMode.DECODE, [(1, 20 + number), (1, 7 + number)])
-        ours.init_forward_metadata_out_graph(step, in_capture=number == 1)
-        ours.step.plans.clear()  # a replay makes its own plan
-        from_buffers = [ours.forward(*tensors(step, number), layer, step) for layer in layers]
-        captured = ours.step
+    layer, scale = make_latent_layer(1), 1.0
+    if dtype != torch.float32:
+        scale = 0.5
+        layer.k_scale = torch.tensor(scale)
+    for mode, lengths in (*STEPS[:2], DRAFTS_VERIFIED[1]):
+        step = batch.step(mode, lengths)
         ours.init_forward_metadata(step)
-        for layer, out in zip(layers, from_buffers, strict=True):
-            assert_close(out, ours.forward(*tensors(step, number), layer, step).double())
-        ours.step = captured
+        q, rows, latents = latent_tensors(step, len(lengths))
+        out = ours.forward(q, rows, latents, layer, step)
+        written = runner.token_to_kv_pool.get_key_buffer(1)[step.out_cache_loc]
+        assert_close(written, rows.double() / scale)
+        expected = expected_of(batch, layer, q, lengths, k_scale=torch.tensor(scale), v_scale=torch.tensor(scale))
+        assert_close(out.view(-1, HEADS, LATENT), expected)
 
 
 def test_the_recorded_interface_is_there() -> None:
     assert INTERFACE.gone() == []
 
 
-def test_refusals_by_name() -> None:
+def test_refusals_by_name(sglang_settings: Any) -> None:
     register()
     make = ATTENTION_BACKENDS["paged"]
     make(make_runner(8))
@@ -201,11 +234,17 @@ def test_refusals_by_name() -> None:
             make(runner)
 
     refused("page_size: 4", page_size=4)
-    refused("latents", use_mla_backend=True)
     refused("MLATokenToKVPool", token_to_kv_pool=MLATokenToKVPool.__new__(MLATokenToKVPool))
-    refused("speculative_eagle_topk: 2", server_args=SimpleNamespace(speculative_eagle_topk=2))
+    sparse = DSATokenToKVPool.__new__(DSATokenToKVPool)
+    refused("DSATokenToKVPool, expected MLATokenToKVPool", use_mla_backend=True, token_to_kv_pool=sparse)
+    refused("is_draft_worker", is_draft_worker=True)
     refused("cross attention", model_config=SimpleNamespace(is_encoder_decoder=True))
     refused("torch.int8", token_to_kv_pool=make_runner(8, dtype=torch.int8).token_to_kv_pool)
+    with get_parallel().override(attn_dcp_size=2):
+        refused("dcp_size: 2")
+    sglang_settings.override("test", speculative_eagle_topk=2)
+    refused("speculative_eagle_topk: 2")
+    sglang_settings.override("test", speculative_eagle_topk=1)
 
     ours, batch = make(make_runner(8)), Batch(make_runner(8))
     step = batch.step(ForwardMode.EXTEND, [(3, 3)])

@@ -297,7 +297,8 @@ class _DeviceNames(TorchFunctionMode):
             return self._on_device(args[0].__cuda_array_interface__, kwargs["device"])
         if func is torch.Tensor.cuda:
             device = args[1] if len(args) > 1 else kwargs.get("device")
-            return args[0].to(torch.device("cuda", self._machine.index_of(device)), kwargs.get("non_blocking", False))
+            device = torch.device("cuda", self._machine.index_of(device))
+            return args[0].to(device, non_blocking=kwargs.get("non_blocking", False))
         if func is torch.Tensor.to:
             args = (args[0], *(self._indexed(one) if isinstance(one, (str, torch.device)) else one for one in args[1:]))
         return func(*args, **kwargs)
