@@ -152,7 +152,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype bfloat16 is not supported for a model in torch.float16"),
     *(
         ({"kv_cache_dtype": name}, "kv_cache_dtype not supported")
-        for name in ("fp8_e5m2", "fp8_per_token_head", "int4_per_token_head", "nvfp4")
+        for name in ("fp8_e5m2", "int4_per_token_head", "nvfp4")
     ),
 )
 

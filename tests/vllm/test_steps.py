@@ -120,7 +120,7 @@ def test_steps_match_reference(case: Case, device: torch.device) -> None:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC"])
-@pytest.mark.parametrize("name", ["int8_per_token_head", INT4_CACHES])
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", INT4_CACHES])
 def test_caches_with_scales_match_reference(name: str, layout: str, device: torch.device) -> None:
     """Behind each row lie its scales. The cache's bytes, read by the format alone, are the numbers of attention."""
     if name == INT4_CACHES and not hasattr(cache_config, "register_kv_cache_dtype"):

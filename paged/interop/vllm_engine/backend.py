@@ -2,7 +2,7 @@
 
 vLLM owns the cache and the batch. A layer's cache is [num_blocks, num_kv_heads, block_size, head_dim + v_head_dim],
 keys before values, with the strides of any of vLLM's layouts. It is read and written in place. In caches with scales
-the last dimension is that of bytes: keys, their scales, values, their scales. In an int8 cache this is how vLLM's
+the last dimension is that of bytes: keys, their scales, values, their scales. In 8 bits this is how vLLM's
 Triton backend stores it.
 """
 
@@ -40,8 +40,12 @@ from paged.kernels.core.dtypes import kv_kind
 from paged.kernels.core.launch import run_compiled, serving_begins
 from paged.kernels.core.operation import bound_for, layout
 
-# Caches that hold a scale of every row, or of its groups, by vLLM's name and by ours.
-CACHES_WITH_SCALES = {"int8_per_token_head": torch.int8, INT4_CACHES: torch.bits4x2}
+# Caches that hold a scale of every row, or of its groups, by vLLM's names and by ours.
+CACHES_WITH_SCALES = {
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.bits8,
+    INT4_CACHES: torch.bits4x2,
+}
 KNOWN_CACHES = (*PLAIN_CACHES, *E4M3_CACHES, *CACHES_WITH_SCALES)
 
 
@@ -79,7 +83,8 @@ class PagedBackend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """Return the layer's specification with the bytes of a head's row of keys and of values, scales included."""
-        kind = kv_kind(spec.dtype)
+        # vLLM's modes have the names of the caches; the dtype of e4m3 codes is uint8 there.
+        kind = kv_kind(CACHES_WITH_SCALES.get(spec.kv_quant_mode.name.lower(), spec.dtype))
         if spec.state_content_bytes is not None or not kind.has_scales:
             return spec
         row_bytes = kind.row_bytes(spec.head_size) + kind.row_bytes(spec.head_size_v)
