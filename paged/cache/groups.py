@@ -14,8 +14,9 @@ import torch
 from paged.errors import InvalidInputError
 from paged.kernels.core.errors import as_bool, as_int, shown
 
-# Limit of block tables, because metadata and prefix look-ups take time in proportion to them. Gemma 3 27B has 7 tables.
-_MAX_TABLES = 16
+# Limit of block tables, because metadata and prefix look-ups take time in proportion to them. Gemma 3 27B has 7 tables,
+# DeepSeek-V4.1 in bfloat16 21.
+_MAX_TABLES = 24
 # Positions kept behind a sliding window, so that rejected drafts can be rolled back.
 ROLLBACK_SLACK = 64
 
