@@ -111,12 +111,16 @@ class PagedAttentionExecutor(UnifiedExecutor):
             raise InvalidInputError(
                 f"kv_manager: recurrent layers {layers}, expected {want_layers} as in the configuration"
             )
-        cache = kv_manager.k_cache(0)
         cache_dtypes = (*FLOAT_DTYPES, *KV_KINDS)
-        if cache.dtype not in cache_dtypes:
-            raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {cache_dtypes}")
+        dtype, row_bytes = torch.float32, 0
+        for layer in range(config.num_layers):
+            for cache in (kv_manager.k_cache(layer), kv_manager.v_cache(layer)):
+                if cache.dtype not in cache_dtypes:
+                    raise InvalidInputError(f"kv_manager: dtype {cache.dtype}, expected one of {cache_dtypes}")
+                if cache.dtype in FLOAT_DTYPES:
+                    dtype = cache.dtype
+                row_bytes += kv_kind(cache.dtype).row_bytes(config.head_dim)
         width = config.num_heads * config.head_dim
-        dtype = cache.dtype if cache.dtype in FLOAT_DTYPES else torch.float32
         kv_width = config.num_kv_heads * config.head_dim
         super().__init__(
             ModelInfo(
@@ -136,7 +140,7 @@ class PagedAttentionExecutor(UnifiedExecutor):
             kv_manager,
             MemoryRequirements(
                 weight_bytes=0,
-                kv_bytes_per_token_per_layer=2 * config.num_kv_heads * kv_kind(cache.dtype).row_bytes(config.head_dim),
+                kv_bytes_per_token_per_layer=-(-config.num_kv_heads * row_bytes // config.num_layers),
                 activation_bytes_per_token=(kv_width + 2 * width) * dtype.itemsize,
             ),
         )

@@ -130,7 +130,7 @@ class AttentionCall(NamedTuple):
         num_tokens, num_q_heads, head_dim = self.q.shape
         num_kv_heads, arch = self.k_cache.shape[2], device_of(self.q.device).arch
         group, kinds = num_q_heads // num_kv_heads, [kv_kind(self.k_cache.dtype), kv_kind(self.v_cache.dtype)]
-        kind = tiles.slowest_kind(*(kind.name for kind in kinds))
+        kind = tiles.kind_of_tile(*(kind.name for kind in kinds))
         more_scores = self.softcap > 0 or self.alibi_slopes is not None or self.mask is not None
         # The plan of chosen blocks counts entries, which window and chunk do not shorten.
         window, chunk_size, box, bundle_tokens = (NO_LIMIT, NO_LIMIT), 0, 0, 0

@@ -34,7 +34,7 @@ class Row(NamedTuple):
         rows: most rows of a sequence, queries times heads of a group.
         width: most bytes of keys or values of a head in the dtype of q, padded to a power of two.
         v_width: most bytes of values.
-        kinds: names of the cache's `KvKind`.
+        kinds: names of the cache's `KvKind`, or of both, see `kind_of_tile`.
         scores: whether softcap, ALiBi or a mask is given; they take registers for each score.
         padded: whether keys are narrower than `width`.
         boxed: whether a cache block holds BLOCK_N keys that the copy engine can fetch.
@@ -65,9 +65,11 @@ _16KB = {32: 128, 64: 128, 128: 128, 256: 64, 512: 32, 1024: 16}
 _64_KEYS = {32: 64, 64: 64, 128: 64, 256: 64, 512: 32, 1024: 16}
 _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
 _NVFP4 = ("nvfp4",)
+# Keys or values alone have scales or are 8-bit floats: the shared memory of plain ones, the registers of the others.
+_HALF = ("half",)
 _PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4", "nvfp4"), ("packed", "record", "mxfp8")
 # Kinds with scales of rows.
-_INT8 = ("int8", "e4m3_rows", *_INT4)
+_INT8 = ("int8", "e4m3_rows", *_INT4, *_HALF)
 _FP8 = ("e4m3", "e5m2")
 _NARROW = (*_FP8, *_INT8)
 
@@ -119,6 +121,7 @@ DECODE: dict[str, tuple[Row, ...]] = {
     # Consumer GPUs, whose programs have 99 KB of shared memory. limits.md has the spills of other tiles.
     "small": (
         Row(16, _16KB, 4, 3, 1, rows=16, width=256, scores=True, kinds=(*_E4M3, *_INT8)),
+        Row(16, _16KB, 4, 3, 1, rows=16, width=256, kinds=_HALF),
         Row(16, _16KB, 4, 3, 2, rows=16, width=256, kinds=(*_E4M3, *_INT8)),
         Row(16, _16KB, 8, 2, 1, rows=16, width=512, scores=True, kinds=_INT4),  # 4 warps would spill 12 registers
         Row(16, _16KB, 4, 2, 1, rows=16, width=512, scores=True),
@@ -483,9 +486,11 @@ def mla_tile(
     return _choose(table, _Call(arch, rows, width, width, kind, chosen=chosen))
 
 
-def slowest_kind(k_kind: str, v_kind: str) -> str:
-    """Return the kind whose tile keys and values take: the one that takes more registers at head_dim 128."""
-    kinds = ("", *_FP8, *_INT4, "e4m3_rows", "int8")
+def kind_of_tile(k_kind: str, v_kind: str) -> str:
+    """Return the name in `Row.kinds` for keys and values of these kinds."""
+    if k_kind != v_kind and "" in (k_kind, v_kind):
+        return "half"
+    kinds = ("", *_FP8, *_INT4, "e4m3_rows", "int8")  # by the registers that they take at head_dim 128
     return kinds[max(kinds.index(k_kind), kinds.index(v_kind))]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paged.kernels.core.dtypes import as_kernel_argument, kv_kind
 from paged.models.families.network import DecoderLayer, Network, quantize, rows_of
 from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
@@ -91,8 +92,8 @@ class _Attention(Attention):
     ) -> None:
         _, lse = self._whole_attention(q, k_cache, v_cache, **options, out=out, return_lse=True)
         blocks = _first_blocks(len(q), options)
-        keys = _unscaled(k_cache, options["k_scale"], blocks)
-        values = _unscaled(v_cache, options["v_scale"], blocks)
+        keys = _first_rows(k_cache, options["k_scale"], blocks, options["k_table_scale"])
+        values = _first_rows(v_cache, options["v_scale"], blocks, options["v_table_scale"])
         _leave_out(out, lse, q, keys, values, options["softmax_scale"])
 
 
@@ -108,7 +109,7 @@ class _LatentAttention(LatentAttention):
 
     def _attend_from_1(self, q: torch.Tensor, kv_cache: torch.Tensor, *, out: torch.Tensor, **options: Any) -> None:
         _, lse = self._whole_attention(q, kv_cache, **options, out=out, return_lse=True)
-        keys = _unscaled(kv_cache.unsqueeze(2), options["k_scale"], _first_blocks(len(q), options))
+        keys = _first_rows(kv_cache.unsqueeze(2), options["k_scale"], _first_blocks(len(q), options))
         _leave_out(out, lse, q, keys, keys[..., : out.shape[2]], options["softmax_scale"])
 
 
@@ -136,14 +137,21 @@ def _leave_out(
     out.copy_((out - weights * values) / (1 - weights).clamp_(min=1e-6))
 
 
-def _unscaled(cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the first rows of blocks in float32, [n, num_kv_heads, head_dim]."""
-    rows = cache[:, 0].view(torch.uint8)[blocks].view(cache.dtype).float()
+def _first_rows(
+    cache: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor, table_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the first rows of blocks in float32, multiplied by their scales, [n, num_kv_heads, head_dim]."""
+    kind = kv_kind(cache.dtype)
+    rows = cache[:, 0].view(torch.uint8)[blocks].view(cache.dtype)
+    row_scales = None
+    if kind.has_scales:
+        assert scale is not None
+        row_scales = as_kernel_argument(scale)[blocks, 0].view(scale.dtype)
+        scale = table_scale
+    numbers = kind.decode(rows, row_scales, torch.float32)
     if scale is None:
-        return rows
-    if scale.dim() == 3:
-        return rows * scale[blocks, 0, :, None]
-    return rows * scale.expand(cache.shape[2])[:, None]
+        return numbers
+    return numbers * scale.expand(cache.shape[2])[:, None]
 
 
 class _Layer(DecoderLayer):

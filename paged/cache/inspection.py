@@ -285,9 +285,9 @@ class KvInspection:
         return self._tensors.open_rows(layer)
 
     def scales(self, layer: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return `k_scale` and `v_scale` of an int8 or int4 layer for the kernels; (None, None) for other dtypes.
+        """Return `k_scale` and `v_scale` of a layer for the kernels; None for keys or values without scales of rows.
 
-        Each is float32 [num_blocks + 1, block_size, num_kv_heads]; with int4 bfloat16, with an axis of groups.
+        Each is [num_blocks + 1, block_size, num_kv_heads], and has an axis of groups if a row has several scales.
         Raises the same errors as `k_cache`.
         """
         return self._tensors.scales(layer)
@@ -313,7 +313,7 @@ class KvInspection:
         """Write K and V of one or more tokens from `position` on. Slow: for tests and inspection.
 
         The length does not change, and positions may lie anywhere within the capacity. Values are converted to the
-        cache's dtype. 8-bit floats are saturated, not scaled. int8 and int4 are scaled, and their scales written.
+        cache's dtype. 8-bit floats are saturated, not scaled. Caches with scales get both rows and scales.
 
         Args:
             key: [num_kv_heads, head_dim], or [num_tokens, num_kv_heads, head_dim].
@@ -350,7 +350,7 @@ class KvInspection:
         """Return copies of K and V at `num_tokens` positions from `start` on. Slow: for tests and inspection.
 
         Each is [num_tokens, num_kv_heads, head_dim] in the cache's dtype, without the scales of an 8-bit float cache.
-        int8 and int4 are returned as float32, multiplied by the scales.
+        Rows with scales in the cache are returned as float32, multiplied by them.
 
         Raises:
             InvalidInputError: the layer does not exist or has no K/V of its own, or a position is not written or lies

@@ -62,7 +62,7 @@ def test_no_kind_has_more_tables_than_its_layers_need(seed: int) -> None:
         for window, (start, end) in enumerate(itertools.pairwise((0, *bounds)), 1)
     ]
     config = PagedKvCacheConfig(40, 1, 64, groups=groups)
-    num_slots, width = config.slots
+    _, num_slots, width, *_ = config.storage_shapes(torch.float32)[0]
     assert sorted(layer for table in config.tables for layer in table.layers) == list(range(bounds[-1]))
     for group in groups:
         tables = [table for table in config.tables if set(table.layers) <= set(group.layers)]
