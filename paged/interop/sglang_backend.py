@@ -97,7 +97,7 @@ class PagedAttnBackend(AttentionBackend):
         """Make the metadata of a step that runs without a graph.
 
         Raises:
-            UnsupportedError: the step is of a diffusion model.
+            UnsupportedError: the step is of a diffusion model, or verifies other numbers of drafts for each sequence.
         """
         self.step = None
         if forward_batch.forward_mode.is_idle():
@@ -106,7 +106,7 @@ class PagedAttnBackend(AttentionBackend):
         if forward_batch.seq_lens_cpu is not None:
             longest = int(forward_batch.seq_lens_cpu.max())
             if forward_batch.forward_mode.is_target_verify():
-                longest += self.num_verified
+                longest += self._num_verified(forward_batch.spec_info)
             limit = min(limit, longest)
         self.step = self._make_step(forward_batch, limit)
 
@@ -128,7 +128,7 @@ class PagedAttnBackend(AttentionBackend):
         """Copy a batch to the tensors of `init_cuda_graph_state`, before a graph is captured or replayed.
 
         Raises:
-            UnsupportedError: the step is neither decode nor the verification of drafts.
+            UnsupportedError: the step is neither decode nor the verification of as many drafts for each sequence.
         """
         mode = forward_batch.forward_mode
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
@@ -218,7 +218,7 @@ class PagedAttnBackend(AttentionBackend):
         if mode.is_decode_or_idle() or mode.is_target_verify():
             longest = 1
             if mode.is_target_verify():
-                longest = self.num_verified
+                longest = self._num_verified(forward_batch.spec_info)
                 seq_lens = seq_lens + longest
             offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * longest
         else:
@@ -243,6 +243,16 @@ class PagedAttnBackend(AttentionBackend):
             max_seqlen_q=longest,
             max_seqlen_k=limit,
         )
+
+    def _num_verified(self, drafts: Any) -> int:
+        """Return the number of tokens that a step verifies for each sequence. SGLang may change it between steps."""
+        if drafts is None:
+            return self.num_verified
+        if drafts.ragged_verify_layout is not None:
+            raise UnsupportedError("ragged_verify_layout: expected as many drafts for each sequence")
+        if drafts.num_tokens_per_req > 0:
+            return int(drafts.num_tokens_per_req)
+        return self.num_verified
 
     def _slots(self, forward_batch: Any, limit: int) -> torch.Tensor:
         """Return the first slot of each page of the sequences, up to position `limit`: [num_seqs, pages]."""

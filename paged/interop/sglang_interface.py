@@ -41,6 +41,7 @@ NAMES = (
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch.req_pool_indices",
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch.seq_lens",
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch.seq_lens_cpu",
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.spec_info",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_decode_or_idle",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_target_verify",
@@ -48,6 +49,8 @@ NAMES = (
     "sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods:AttnForwardMethod.MLA",
     "sglang.srt.runtime_context:get_parallel",
     "sglang.srt.runtime_context:get_spec",
+    "sglang.srt.speculative.spec_info:SpecInput.num_tokens_per_req",
+    "sglang.srt.speculative.spec_info:SpecInput.ragged_verify_layout",
 )
 DERIVED = ("paged.interop.sglang_backend:PagedAttnBackend",)
 INTERFACE = Interface(NAMES, DERIVED, Path(__file__).with_name("sglang_interface.txt"))

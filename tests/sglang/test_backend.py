@@ -180,15 +180,17 @@ DRAFTS_VERIFIED = (
 
 
 def test_chains_of_drafts_caps_and_sinks(backend: str, sglang_settings: Any) -> None:
-    """Drafts are verified behind the cached tokens, whose number SGLang gives without them."""
+    """Drafts are verified behind the cached tokens, whose number SGLang gives without them. This step has fewer drafts
+    than the settings."""
     register()
-    sglang_settings.override("test", speculative_num_draft_tokens=3)
+    sglang_settings.override("test", speculative_num_draft_tokens=5)
     runner = make_runner(16)
     ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
     layer = make_layer(0, logit_cap=5.0)
     sinks = torch.randn(HEADS)
     for mode, lengths in DRAFTS_VERIFIED:
         step = batch.step(mode, lengths)
+        step.spec_info = SimpleNamespace(num_tokens_per_req=3, ragged_verify_layout=None)
         ours.init_forward_metadata(step)
         q, k, v = tensors(step, 1)
         out = ours.forward(q, k, v, layer, step, sinks=sinks)

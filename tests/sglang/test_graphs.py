@@ -1,6 +1,7 @@
 """CUDA graphs of our backend on the emulated device, replayed for batches of other lengths, as SGLang does."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,5 +91,9 @@ def test_other_steps_are_refused() -> None:
     ours.init_cuda_graph_state(4, 64)
     with pytest.raises(UnsupportedError, match="forward_mode: EXTEND in a CUDA graph"):
         ours.init_forward_metadata_out_graph(batch.step(ForwardMode.EXTEND, PROMPTS))
+    ragged = batch.step(ForwardMode.TARGET_VERIFY, PROMPTS)
+    ragged.spec_info = SimpleNamespace(num_tokens_per_req=1, ragged_verify_layout=object())
+    with pytest.raises(UnsupportedError, match="ragged_verify_layout"):
+        ours.init_forward_metadata_out_graph(ragged)
     with pytest.raises(UnsupportedError, match="DLLM_EXTEND"):
         ours.init_forward_metadata(batch.step(ForwardMode.DLLM_EXTEND, PROMPTS))
