@@ -14,6 +14,7 @@ from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
 # Strides in multiples of 16; those of records of 584 bytes are not.
 _ALIGNED = ("q_token", "q_head", "out_token", "out_head")
 _ALIGNED_ROWS = ("latent_block", "latent_slot", "entry_block", "entry_slot")
+_ALIGNED_SCALES = ("scales_block", "scales_slot", "entry_scales_block", "entry_scales_slot")
 _HEAD_DIM = 512
 
 
@@ -66,6 +67,8 @@ def _case(
     if record_bytes:
         words.append("records")
         element, size, aligned = "u8", record_bytes, [*_ALIGNED]
+        if record_bytes % 16 == 0:
+            aligned += [*_ALIGNED_ROWS, *_ALIGNED_SCALES]
     if pool_size:
         words.append(f"pools of {pool_size}")
         entries = empty(element, 4, 128 // pool_size, size)

@@ -16,6 +16,4 @@ CPU = torch.device("cpu")
 def load_part(folder: Path, share: Share) -> Network:
     network_class, config = read_model_config(folder)
     ranks = Ranks(share)
-    return load_network(
-        network_class, config, folder, dtype=torch.float32, device=CPU, has_fp8_cache=False, ranks=ranks
-    )
+    return load_network(network_class, config, folder, dtype=torch.float32, device=CPU, cache_kinds=None, ranks=ranks)
