@@ -28,7 +28,7 @@ SETTINGS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": "+avx2,+fma",
+        "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c",
     },
     "AVX-512 without VNNI and bfloat16": {
         "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",

@@ -95,8 +95,13 @@ def scan(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     dtype = arguments["mixed"].dtype
     errors: Tensors = {}
     for name in ("conv", "state", "ring_k", "ring_u", "ring_g"):
-        if name in want:
-            errors[name] = rounding(want[name], getattr(arguments["state"], name).dtype)
+        if name not in want:
+            continue
+        dtype_of_part = getattr(arguments["state"], name).dtype
+        if dtype_of_part == torch.int8:  # a code beside a tie may be the other one
+            errors[name] = want[name].abs().amax(-1, keepdim=True).expand_as(want[name]) / 126
+        else:
+            errors[name] = rounding(want[name], dtype_of_part)
     errors["out"] = rounding(want["out"], dtype)
     value_dim = tokens.v.shape[2]
     for row in batch.rows():
@@ -135,7 +140,7 @@ def _read_error(row: Row, rings: Rings, S: torch.Tensor) -> torch.Tensor:
         return torch.zeros(S.shape[:2], dtype=torch.float64)
     entries = row.read_slot, slice(0, rings.rank * row.cursor)
     keys = rings.k[entries].double().norm(dim=-1).repeat_interleave(S.shape[0] // rings.k.shape[2], 1)  # [n, HV]
-    size: torch.Tensor = rings.state[row.read_slot].double().norm(dim=-1)
+    size: torch.Tensor = rings.read_state(row.read_slot, torch.float64).norm(dim=-1)
     size = size + (rings.u[entries].double().abs() * keys.unsqueeze(-1)).sum(0)
     g = rings.g[row.read_slot, : row.cursor].double().view(row.cursor, len(S), -1)  # [cursor, HV, 1 or K]
     gates: torch.Tensor = 1 + g.abs().sum(0).amax(-1).clamp(max=LARGEST_EXPONENT)  # [HV]

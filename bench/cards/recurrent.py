@@ -21,6 +21,7 @@ from paged.bench.compilation.cases.case import EVERY_CASE, TENSOR_CORES, Compile
 from paged.bench.compilation.cases.launches import DTYPES, SeenLaunch, empty, launch_case, launches_of
 from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors, map_tensors, marked
+from paged.kernels.core.dtypes import KV_KINDS
 from paged.kernels.recurrent import definition
 from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
 
@@ -39,15 +40,22 @@ _ERASING = {"heads": ((40, 40), (4, 4), (2, 2)), "dims": ((64, 64), (64, 64), (1
 _ODD = {"lengths": ([1], [70, 1], [9, 2, 1, 0]), "heads": ((2, 4), (1, 1), (1, 2)), "dims": ((8, 24), (16, 16))}
 
 
-_ODD_DELTA = _ODD | {"decays": ("erasing", "channels", "bounded", "heads")}
+_ODD_DELTA = _ODD | {"decays": ("erasing", "channels", "bounded", "heads"), "state": ("fp32", "i8")}
 
 
 def _layer(
-    draw: Draw, *, lengths: Sequence[int], heads: tuple[int, int], dims: tuple[int, int], decays: str = "heads"
+    draw: Draw,
+    *,
+    lengths: Sequence[int],
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    decays: str = "heads",
+    state: str = "fp32",
 ) -> tuple[Arguments, torch.Tensor, dict[str, torch.Tensor]]:
     """Return state and batch, rows, and slowly forgetting gates of sequences; (HK, HV) heads of (K, V).
 
-    decays: "heads", or "channels", "bounded" and "erasing" with gates of channels.
+    decays: "heads", or "channels", "bounded" and "erasing" with gates of channels. state: dtype of states, "fp32",
+    "bf16" or "i8".
 
     A sequence of more than half a ring is scanned and written to another slot. Others append to a half-full ring; if
     the draw is odd, every second one in another slot, and scans take a snapshot at position 64.
@@ -62,12 +70,16 @@ def _layer(
     if decays == "erasing":
         num_entries = 2 * _RING
     keys = torch.nn.functional.normalize(draw.floats(num_slots, num_entries, key_heads, key_dim), dim=-1)
-    state = paged.RecurrentState(
+    S, scale = draw.floats(num_slots, value_heads, value_dim, key_dim), None
+    if state == "i8":
+        S, scale = KV_KINDS[torch.int8].encode(S, None)
+    states = paged.RecurrentState(
         draw.normal(num_slots, 3 + _RING, channels).contiguous(),
-        draw.floats(num_slots, value_heads, value_dim, key_dim),
+        S.to(DTYPES[state]),
         keys,
         draw.floats(num_slots, num_entries, value_heads, value_dim),
         -draw.floats(num_slots, _RING, *gate_size).abs(),
+        scale,
     )
     rows = []
     for seq, length in enumerate(lengths):
@@ -88,7 +100,7 @@ def _layer(
     a_log, d = draw.floats(2, value_heads) - 2
     dt_bias = draw.floats(*gate_size) - 2
     gates = {"a": a, "b": b, "A_log": a_log, "dt_bias": dt_bias, "D": d}
-    return {"state": state, "batch": batch}, draw.normal(num_tokens, channels), gates
+    return {"state": states, "batch": batch}, draw.normal(num_tokens, channels), gates
 
 
 def _convolution(draw: Draw, **sizes: Any) -> Arguments:
@@ -147,8 +159,12 @@ def _expected(rule: Callable[..., torch.Tensor]) -> Callable[[Arguments], Tensor
 def _results(arguments: Arguments, out: Any) -> Tensors:
     """Return outputs with all heads of a token in one row, because the sum over K in one head may cancel to little."""
     results = {"out": out.flatten(1)}
+    state = arguments["state"]
+    if state.state_scale is not None:
+        S = KV_KINDS[torch.int8].decode(state.state, state.state_scale.double(), torch.float64)
+        state = replace(state, state=S)
     for part in _STATE:
-        tensor = getattr(arguments["state"], part)
+        tensor = getattr(state, part)
         if tensor is not None:
             results[part] = tensor
     return results
@@ -162,7 +178,10 @@ def _written_slots(arguments: Arguments, fields: tuple[str, ...]) -> Masks:
 
 
 def _scan_writes(arguments: Arguments) -> Masks:
-    return _written_slots(arguments, ("state", "ring_k", "ring_u", "ring_g"))
+    fields = ["state", "ring_k", "ring_u", "ring_g"]
+    if arguments["state"].state_scale is not None:
+        fields.append("state_scale")
+    return _written_slots(arguments, tuple(fields))
 
 
 def _convolution_cost(_: Card, arguments: Arguments) -> Cost:
@@ -181,6 +200,8 @@ def _scan_cost(arguments: Arguments, *, products: int) -> Cost:
     num_seqs, (value_heads, value_dim) = batch.starts.numel(), state.state.shape[1:3]
     slots = num_seqs * sum(ring[0].nbytes for ring in (state.ring_k, state.ring_u, state.ring_g)) // 2
     states = num_seqs * state.state[0].nbytes
+    if state.state_scale is not None:
+        states += num_seqs * state.state_scale[0].nbytes
     if batch.max_seqlen_q > batch.max_append:
         states *= 2
     moved = mixed.nbytes + len(mixed) * value_heads * value_dim * mixed.element_size()
@@ -225,9 +246,7 @@ def _launches(
     """Return the launches of a sequence of this many tokens."""
     draw = Draw(torch.device("cpu"), DTYPES[dtype])
     (card,) = (card for card in CARDS if card.name == operation)
-    arguments = card.draw(draw, lengths=[tokens], heads=heads[:2], dims=heads[2:], decays=decays)
-    state = arguments["state"]
-    arguments["state"] = replace(state, state=state.state.to(DTYPES[state_dtype]))
+    arguments = card.draw(draw, lengths=[tokens], heads=heads[:2], dims=heads[2:], decays=decays, state=state_dtype)
     if bias:
         arguments["bias"] = empty(dtype, arguments["x"].shape[1])
     return launches_of(target, card.operation, **arguments)
@@ -254,16 +273,25 @@ def _append(
 ) -> CompileCase:
     (launch,) = _launches(operation, heads, dtype, 1, state_dtype=state_dtype, decays=decays)
     words = [_name(operation, "append", heads, dtype, decays)]
-    if state_dtype == "bf16":
-        words.append("bf16 state")
+    if state_dtype != "fp32":
+        words.append(f"{state_dtype} state")
     return launch_case(" ".join(words), launch)
 
 
-def _scans(operation: str, heads: tuple[int, int, int, int], dtype: str, decays: str = "heads") -> list[CompileCase]:
-    cases = [_append(operation, heads, dtype, decays=decays)]
+def _scans(
+    operation: str, heads: tuple[int, int, int, int], dtype: str, decays: str = "heads", state_dtype: str = "fp32"
+) -> list[CompileCase]:
+    """Return the cases of all kernels; without those that do not depend on it if the states are not float32."""
+    cases = [_append(operation, heads, dtype, state_dtype, decays)]
     for targets in (("sm_80", "sm_90", "sm_100"), ("gfx942",)):
-        _, prepare, scan = _launches(operation, heads, dtype, _PROMPT, targets[0], decays=decays)
+        _, prepare, scan = _launches(
+            operation, heads, dtype, _PROMPT, targets[0], decays=decays, state_dtype=state_dtype
+        )
         for name, launch in (("prepare", prepare), ("scan", scan)):
+            if state_dtype != "fp32":
+                if name == "prepare":
+                    continue
+                name = f"{state_dtype} states, {name}"
             options: dict[str, Any] = {"targets": targets}
             if dtype == "fp32":
                 # float32 operands of three products exceed NVIDIA's registers. A tile of half as many columns would
@@ -306,6 +334,8 @@ def _delta_cases() -> list[CompileCase]:
             for case in _scans("gated_delta_rule", heads, "bf16", decays=decays)
         ),
         _append("gated_delta_rule", _CHANNEL_HEADS["bounded"], "bf16", "bf16", decays="bounded"),
+        *_scans("gated_delta_rule", _DELTA_HEADS, "bf16", state_dtype="i8"),
+        *_scans("gated_delta_rule", _CHANNEL_HEADS["bounded"], "bf16", decays="bounded", state_dtype="i8"),
     ]
 
 
@@ -350,6 +380,8 @@ CARDS = (
             Row(_PROMPTS | _CHANNELS, "channels prefill"),
             Row(_DECODES | _ERASING, "erasing decode"),
             Row(_PROMPTS | _ERASING, "erasing prefill"),
+            Row(_DECODES | _CHANNELS | {"state": same("i8")}, "int8 decode"),
+            Row(_PROMPTS | _DELTA | {"state": same("i8")}, "int8 prefill"),
         ),
         odd=_ODD_DELTA,
         compiled=_delta_cases,

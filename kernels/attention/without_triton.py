@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..core.device import takes_numba
-from ..core.dtypes import kv_kind
+from ..core.dtypes import KV_KINDS
 from ..core.ids import Sequences, check_ids_on_host, check_sequences_on_host
 from ..core.operation import Run
 from ..cpu.recording import recording
@@ -19,6 +19,8 @@ from .plan import AttentionPlan, outputs, reference_to
 
 # Most pairs of a query and a key whose groups all layers share, a byte each. Every layer makes those of longer prompts.
 _MAX_KEPT = 1 << 28
+# The scale of 8-bit floats without one.
+_ONE = torch.ones(1)
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
@@ -32,7 +34,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
     head_numbers = call.sinks, call.alibi_slopes
     if not is_masked and not is_scaled and takes_numba(call.q, call.k_cache, call.v_cache, weights=head_numbers):
         return _bind_numba(call, plan)
-    if not is_masked and is_scaled and _takes_int4(call):
+    if not is_masked and _takes_codes(call):
         return _bind_numba(call, plan)
     has_flags, return_lse = call.is_causal is not None, call.return_lse
     window, chunk_size, deterministic = call.window, call.chunk_size, call.deterministic
@@ -101,17 +103,15 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
     return run
 
 
-def _takes_int4(call: AttentionCall) -> bool:
-    """Return whether a numba kernel reads the call's int4 caches."""
-    if call.chosen_blocks is not None or call.k_cache.dtype != call.v_cache.dtype:
-        return False
-    if kv_kind(call.k_cache.dtype).name != "int4":
+def _takes_codes(call: AttentionCall) -> bool:
+    """Return whether numba kernels read the call's 4- or 8-bit caches."""
+    if call.chosen_blocks is not None or call.k_cache.dtype not in KV_KINDS:
         return False
     if not takes_numba(call.q, weights=(call.sinks, call.alibi_slopes)):
         return False
     from ..cpu.attention import paged_attention as numba_attention
 
-    return numba_attention.takes_int4(call)
+    return numba_attention.takes_codes(call)
 
 
 def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
@@ -290,8 +290,8 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 "sinks": None if sinks is None else sinks.contiguous(),
                 "alibi_slopes": None if alibi_slopes is None else alibi_slopes.contiguous(),
                 "lse": lse,
-                "k_scale": k_scale,
-                "v_scale": v_scale,
+                "k_scale": _ONE if k_scale is None else k_scale,
+                "v_scale": _ONE if v_scale is None else v_scale,
                 "chosen_blocks": chosen_blocks,
             }
         )

@@ -135,7 +135,7 @@ def _pointer(element: types.Type) -> Any:
 
 # Addresses as pointers to elements; bfloat16 elements are handled as 16 bits.
 floats, bfloats, uint8s = (_pointer(kind) for kind in (types.float32, types.uint16, types.uint8))
-int32s, int64s = _pointer(types.int32), _pointer(types.int64)
+int8s, int32s, int64s = (_pointer(kind) for kind in (types.int8, types.int32, types.int64))
 
 
 def load(pointer: Any, index: int) -> float:

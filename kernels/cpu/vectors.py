@@ -266,6 +266,12 @@ def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int])
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
 
 
+def in_turn(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> list[ir.Value]:
+    """Return two vectors of the lanes of a and b in turn: a0, b0, a1, b1, ..."""
+    lanes = [lane for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for lane in pair]
+    return [_part(builder, a, b, lanes[:LANES]), _part(builder, a, b, lanes[LANES:])]
+
+
 def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine) -> ir.Value:
     """Combine the halves of a vector repeatedly until it has `count` lanes."""
     while (half := vector.type.count // 2) >= count:
@@ -288,7 +294,7 @@ def _reduction(combine: _Combine) -> Any:
 sum_of, largest_of = _reduction(_sum), _reduction(larger.emit)
 
 
-def _store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
+def store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
     """Store the sum of each vector's elements, as float32 or bfloat16; the number of vectors is a power of two."""
     count = half = len(vectors)
     sums = [_fold(builder, vector, count, _sum) for vector in vectors]
@@ -390,13 +396,14 @@ def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> Non
 
 @emitted()
 def prefetch_row(builder, pointer, index, size):
-    """Prefetch `size` numbers from an index on to the L1 cache. Bytes hold two numbers of int4."""
-    row = builder.gep(pointer, [index])
-    if pointer.type.pointee == _BYTE:
-        with steps(builder, builder.lshr(size, ir.Constant(size.type, 1)), 4 * LANES) as i:
-            prefetch(builder, builder.gep(row, [i]), 3)
-        return
-    with steps(builder, size, LANES if pointer.type.pointee == _FLOAT else 2 * LANES) as i:
+    """Prefetch `size` elements from an index on to the L1 cache."""
+    row, element = builder.gep(pointer, [index]), pointer.type.pointee
+    line = 2 * LANES
+    if element == _FLOAT:
+        line = LANES
+    elif element == _BYTE:
+        line = 4 * LANES
+    with steps(builder, size, line) as i:
         prefetch(builder, builder.gep(row, [i]), 3)
 
 
@@ -445,65 +452,17 @@ def store_products(builder, row, first, rows, start, stride, size, out, to):
             for row_start, total in zip(starts, totals, strict=True):
                 vector = load_vector.emit(builder, rows, builder.add(row_start, end))
                 builder.store(multiply_add.emit(builder, factor, vector, builder.load(total)), total)
-    _store_sums(builder, out, to, [builder.load(total) for total in totals])
+    store_sums(builder, out, to, [builder.load(total) for total in totals])
 
 
-def _int4_numbers(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
-    """Return the even and the odd numbers of 16 bytes, before they are scaled: nibbles - 8.
-
-    AVX-512 looks them up: `vpermps` takes the low 4 bits of each word as its index.
-    """
-    words = builder.zext(builder.load(at(builder, codes, index, _BYTE), align=1), WORDS)
-    nibbles = words, builder.lshr(words, ir.Constant(WORDS, [4] * LANES))
-    if HAS_WIDE_VECTORS:
-        numbers = ir.Constant(VECTOR, [float(number) for number in range(-8, 8)])
-        return [call(builder, "x86.avx512.permvar.sf.512", VECTOR, numbers, nibble) for nibble in nibbles]
-    fifteen, eight = ir.Constant(WORDS, [15] * LANES), ir.Constant(WORDS, [8] * LANES)
-    return [builder.sitofp(builder.sub(builder.and_(nibble, fifteen), eight), VECTOR) for nibble in nibbles]
-
-
-def _bfloat16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
-    """Load a bfloat16 as float32."""
-    word = builder.zext(builder.load(builder.gep(pointer, [index]), align=2), _INT)
-    return builder.bitcast(builder.shl(word, ir.Constant(_INT, 16)), _FLOAT)
-
-
-def int4_products(num_keys: int) -> Any:
-    """Return an intrinsic that stores the products of a row, from `first` on, with `num_keys` rows of int4.
-
-    row is float32, and in each 32 of its `size` numbers the 16 even ones come first. The rows of int4 begin at `start`,
-    `stride` bytes apart, and their scales at `scale_start`, `scale_stride` apart.
-    """
-
-    @emitted()
-    def products(builder, row, first, codes, start, stride, scales, scale_start, scale_stride, size, out, to):
-        row_pointer, starts, scale_starts = builder.gep(row, [first]), [start], [scale_start]
-        while len(starts) < num_keys:
-            starts.append(builder.add(starts[-1], stride))
-            scale_starts.append(builder.add(scale_starts[-1], scale_stride))
-        totals = [sum_from_zero(builder) for _ in starts]
-        with steps(builder, size, 2 * LANES) as i:
-            even = load_vector.emit(builder, row_pointer, i)
-            odd = load_vector.emit(builder, row_pointer, builder.add(i, ir.Constant(i.type, LANES)))
-            byte, group = (builder.lshr(i, ir.Constant(i.type, shift)) for shift in (1, 5))
-            for key, total in enumerate(totals):
-                low, high = _int4_numbers(builder, codes, builder.add(starts[key], byte))
-                product = multiply_add.emit(builder, odd, high, builder.fmul(even, low, flags=_FLAGS))
-                scale = splat(builder, _bfloat16(builder, scales, builder.add(scale_starts[key], group)))
-                builder.store(multiply_add.emit(builder, scale, product, builder.load(total)), total)
-        _store_sums(builder, out, to, [builder.load(total) for total in totals])
-
-    return products
-
-
-def _add_weighted(
+def add_weighted(
     builder: ir.IRBuilder,
     num_rows: int,
     floats: ir.Value,
     indices: tuple[ir.Value, ...],
     values_of: Callable[[ir.Value], tuple[list[ir.Value], ir.Value | None]],
 ) -> None:
-    """Emit what `weighted_sums` and `weighted_int4_sums` do.
+    """Emit what `weighted_sums` does, for values that `values_of` reads.
 
     indices: to, step, first, weight_step, count.
     values_of: returns the two vectors of values of a key, and a factor of its weights or None.
@@ -556,27 +515,7 @@ def weighted_sums(num_rows: int) -> Any:
             second = builder.add(place, ir.Constant(place.type, LANES))
             return [load_vector.emit(builder, values, index) for index in (place, second)], None
 
-        _add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
-
-    return add
-
-
-def weighted_int4_sums(num_rows: int) -> Any:
-    """Return an intrinsic that does the same as `weighted_sums` for values in int4, 32 numbers of one scale.
-
-    Rows of int4 begin at `start`, `stride` bytes apart, and scales at `scale_start`, `scale_stride` apart. The sums of
-    the 16 even numbers come first.
-    """
-
-    @emitted()
-    def add(
-        builder, floats, to, step, first, weight_step, codes, start, stride, scales, scale_start, scale_stride, count
-    ):
-        def values_of(key: ir.Value) -> tuple[list[ir.Value], ir.Value]:
-            numbers = _int4_numbers(builder, codes, builder.add(start, builder.mul(key, stride)))
-            return numbers, _bfloat16(builder, scales, builder.add(scale_start, builder.mul(key, scale_stride)))
-
-        _add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
+        add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
 
     return add
 
@@ -621,7 +560,7 @@ def product_tile(num_rows: int) -> Any:
                 for factor, total in zip(factors, sums, strict=True):
                     builder.store(_add_products(builder, elements, factor, builder.load(total)), total)
         for sums in totals:
-            _store_sums(builder, out, to, [builder.load(total) for total in sums])
+            store_sums(builder, out, to, [builder.load(total) for total in sums])
             to = builder.add(to, stride)
 
     return tile

@@ -19,6 +19,7 @@ def _append_kernel(
     erase_write_ptr,
     out_ptr,  # [num_tokens, HV, V]
     state_ptr,  # see `Slots`
+    state_scale_ptr,
     ring_k_ptr,
     ring_u_ptr,
     ring_g_ptr,
@@ -41,6 +42,7 @@ def _append_kernel(
     stride_erase_read_token,
     stride_erase_write_token,
     stride_state_slot,
+    stride_state_scale_slot,
     stride_ring_k_slot,
     stride_ring_u_slot,
     stride_ring_g_slot,
@@ -83,8 +85,9 @@ def _append_kernel(
         *(beta_scale, least, most, lower_bound),
     )
     slots = Slots(
-        *(state_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr),
-        *(stride_state_slot, stride_ring_k_slot, stride_ring_u_slot, stride_ring_g_slot),
+        *(state_ptr, state_scale_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr),
+        *(stride_state_slot, stride_state_scale_slot),
+        *(stride_ring_k_slot, stride_ring_u_slot, stride_ring_g_slot),
     )
     read_slot = tl.load(read_slots_ptr + seq).to(tl.int64)
     write_slot = tl.load(write_slots_ptr + seq).to(tl.int64)

@@ -193,6 +193,7 @@ def _scan_chunks_kernel(
     D_ptr,  # [HV], or None
     out_ptr,  # [num_tokens, HV, V]
     state_ptr,  # see `Slots`
+    state_scale_ptr,
     ring_k_ptr,
     ring_u_ptr,
     ring_g_ptr,
@@ -206,6 +207,7 @@ def _scan_chunks_kernel(
     max_append,
     stride_mixed_token,
     stride_state_slot,
+    stride_state_scale_slot,
     stride_ring_k_slot,
     stride_ring_u_slot,
     stride_ring_g_slot,
@@ -232,8 +234,9 @@ def _scan_chunks_kernel(
     if length <= max_append:
         return
     slots = Slots(
-        *(state_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr),
-        *(stride_state_slot, stride_ring_k_slot, stride_ring_u_slot, stride_ring_g_slot),
+        *(state_ptr, state_scale_ptr, ring_k_ptr, ring_u_ptr, ring_g_ptr),
+        *(stride_state_slot, stride_state_scale_slot),
+        *(stride_ring_k_slot, stride_ring_u_slot, stride_ring_g_slot),
     )
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)

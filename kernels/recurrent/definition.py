@@ -220,12 +220,13 @@ def _run(rows: _Rows, rings: Rings, batch: RecurrentBatch) -> torch.Tensor:
                 part = slice(row.first + max(start, 0), row.first + min(start + chunk_size, row.length))
                 S, out[part], _ = _chunk(S, part, rows)
                 if row.snapshot_slot >= 0 and row.start + start + chunk_size == row.snapshot_len:
-                    rings.state[row.snapshot_slot] = S
-            rings.state[row.write_slot] = S
+                    rings.write_state(row.snapshot_slot, S)
+            rings.write_state(row.write_slot, S)
             continue
         base = row.cursor
         if row.write_slot != row.read_slot:
-            rings.state[row.write_slot], base = S, 0
+            rings.write_state(row.write_slot, S)
+            base = 0
         _, out[tokens], u = _chunk(S, tokens, rows)
         of_tokens = slice(rank * tokens.start, rank * tokens.stop)
         entries = row.write_slot, slice(rank * base, rank * (base + row.length))
@@ -239,7 +240,7 @@ def state_at(row: Row, rings: Rings, compute: torch.dtype) -> torch.Tensor:
     """Return S [HV, V, K] at the position that a row reads."""
     if row.read_slot < 0:
         return torch.zeros_like(rings.state[0], dtype=compute)
-    S = rings.state[row.read_slot].to(compute)
+    S = rings.read_state(row.read_slot, compute)
     if row.cursor == 0:
         return S
     rank = rings.rank

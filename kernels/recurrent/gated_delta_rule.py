@@ -16,7 +16,7 @@ from .metadata import RecurrentBatch, RecurrentState, check_scan, check_weights,
 
 @operation(
     like_values,
-    mutates=("state", "ring_k", "ring_u", "ring_g"),
+    mutates=("state", "ring_k", "ring_u", "ring_g", "state_scale"),
     **in_fields(state=RecurrentState, batch=RecurrentBatch),
 )
 def gated_delta_rule(

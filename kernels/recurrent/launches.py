@@ -117,7 +117,8 @@ def bind_scan(
         **numbers,
         **strides("token", mixed=mixed, gate=gates["gate_ptr"], b=gates.get("b_ptr")),
         **erase_strides,
-        **strides("slot", state=rings.state, ring_k=rings.k, ring_u=rings.u, ring_g=rings.g),
+        **strides("slot", state=rings.state, state_scale=rings.scale),
+        **strides("slot", ring_k=rings.k, ring_u=rings.u, ring_g=rings.g),
         **constants(
             *(rings.k.shape[2], value_heads, key_dim, value_dim),
             values_first=values_first,
@@ -136,14 +137,14 @@ def bind_scan(
         compute = _launches(fixed, options, prepare_options, has_scans)
     else:
         # Prompts of layers whose heads have one decay are faster in the definition's chunks.
-        has_kernel = rings.state.dtype == torch.float32 and (decays_channels or not has_scans)
+        has_kernel = decays_channels or not has_scans
         if not has_kernel or not takes_numba(mixed, *gates.values()):
             return None
         if numbers["lower_bound"] is not None and not decays_channels:
             return None
         from ..cpu.recurrent import scan as numba_scan
 
-        compute = numba_scan.launch_for(mixed.dtype, {**fixed, "L": rings.g.shape[1]})
+        compute = numba_scan.launch_for(mixed.dtype, rings.state.dtype, {**fixed, "L": rings.g.shape[1]})
 
     def run(
         mixed: torch.Tensor,
@@ -162,7 +163,7 @@ def bind_scan(
                     **dict.fromkeys(_OPTIONAL),
                     **{name: _plain(weight, by_triton) for name, weight in weights.items()},
                     **gates,
-                    **dict(zip(("state_ptr", "ring_k_ptr", "ring_u_ptr", "ring_g_ptr"), rings, strict=True)),
+                    **rings.pointers(),
                     **batch.pointers(),
                 }
             )

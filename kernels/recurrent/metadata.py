@@ -26,11 +26,14 @@ from ..core.checks import (
     check_tensor,
     check_writable,
 )
+from ..core.dtypes import KV_KINDS
 from ..core.errors import InvalidInputError, as_int, shown
 
 # Chunks of a scan start at multiples of this position of the sequence, so that a prompt gives the same bits in any
 # batch. Gated DeltaNet inverts matrices of this size (Yang et al., 2024).
 CHUNK_SIZE = 64
+# Dtypes of states. int8 has a float32 scale for each row of S.
+STATE_DTYPES = torch.float32, torch.bfloat16, torch.int8
 
 
 class Row(NamedTuple):
@@ -162,12 +165,14 @@ class RecurrentState:
     Attributes:
         conv: [num_slots, W - 1 + L, channels], inputs of the convolution (width W), in the model's dtype: the W - 1
             rows before the base position, then the rows of the ring's L tokens.
-        state: [num_slots, HV, V, K], S at the base position, float32 or bfloat16.
+        state: [num_slots, HV, V, K], S at the base position, float32, bfloat16 or int8.
         ring_k: float32 [num_slots, R L, HK, K], k of each token, normalised. The rank R is 2 with erase vectors: a
             token then has two entries, `erase_write` and k.
         ring_u: float32 [num_slots, R L, HV, V], u of each entry: S grows by u k^T.
         ring_g: float32 [num_slots, L, HV], logarithm of each token's decay, or [num_slots, L, HV, K] if each channel of
             a key has its own.
+        state_scale: float32 [num_slots, HV, V], by which int8 rows of S are multiplied, their largest magnitude / 127;
+            None for other dtypes.
     """
 
     conv: torch.Tensor
@@ -175,6 +180,7 @@ class RecurrentState:
     ring_k: torch.Tensor | None = None
     ring_u: torch.Tensor | None = None
     ring_g: torch.Tensor | None = None
+    state_scale: torch.Tensor | None = None
 
     def check_conv(self, x: torch.Tensor, width: int) -> int:
         """Return the length of the ring; raise InvalidInputError unless `conv` fits rows x [num_tokens, channels]."""
@@ -188,21 +194,47 @@ class RecurrentState:
         """Return the tensors of a scan. Raise InvalidInputError if one is None."""
         if self.state is None or self.ring_k is None or self.ring_u is None or self.ring_g is None:
             raise InvalidInputError("state: of a convolution alone, expected state, ring_k, ring_u and ring_g")
-        return Rings(self.state, self.ring_k, self.ring_u, self.ring_g)
+        return Rings(self.state, self.ring_k, self.ring_u, self.ring_g, self.state_scale)
 
 
 class Rings(NamedTuple):
-    """The tensors of a `RecurrentState` without `conv`; none is None."""
+    """The tensors of a `RecurrentState` without `conv`; none but `scale` is None."""
 
     state: torch.Tensor
     k: torch.Tensor
     u: torch.Tensor
     g: torch.Tensor
+    scale: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
         """Entries of a token in `k` and `u`."""
         return self.k.shape[1] // self.g.shape[1]
+
+    def pointers(self) -> dict[str, torch.Tensor | None]:
+        """Return the tensors as arguments of kernels."""
+        return {
+            "state_ptr": self.state,
+            "state_scale_ptr": self.scale,
+            "ring_k_ptr": self.k,
+            "ring_u_ptr": self.u,
+            "ring_g_ptr": self.g,
+        }
+
+    def read_state(self, slot: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return S of a slot, [HV, V, K]."""
+        if self.scale is None:
+            return self.state[slot].to(dtype)
+        return self.state[slot].to(dtype) * self.scale[slot].to(dtype).unsqueeze(-1)
+
+    def write_state(self, slot: int, S: torch.Tensor) -> None:
+        """Round S [HV, V, K] to the slots' dtype."""
+        if self.scale is None:
+            self.state[slot] = S
+            return
+        codes, scale = KV_KINDS[torch.int8].encode(S, None)
+        assert scale is not None
+        self.state[slot], self.scale[slot] = codes.to(self.state.dtype), scale.to(self.scale.dtype)
 
 
 def _check_slots(name: str, tensor: torch.Tensor) -> None:
@@ -252,7 +284,7 @@ def check_scan(
     """
     check_step(state, batch, mixed)
     rings, device = state.rings(), mixed.device
-    check_tensor("state", rings.state, ("num_slots", "HV", "V", "K"), (torch.float32, torch.bfloat16), device)
+    check_tensor("state", rings.state, ("num_slots", "HV", "V", "K"), STATE_DTYPES, device)
     num_slots, num_heads, value_dim, key_dim = rings.state.shape
     if num_heads % num_key_heads:
         raise InvalidInputError(
@@ -265,8 +297,16 @@ def check_scan(
     length = rings.g.shape[1]
     check_tensor("ring_k", rings.k, (num_slots, rank * length, num_key_heads, key_dim), (torch.float32,), device)
     check_tensor("ring_u", rings.u, (num_slots, rank * length, num_heads, value_dim), (torch.float32,), device)
-    for name, tensor in zip(("state", "ring_k", "ring_u", "ring_g"), rings, strict=True):
-        _check_slots(name, tensor)
+    if rings.state.dtype == torch.int8 and rings.scale is None:
+        raise InvalidInputError(
+            f"state_scale: None, expected {list(rings.state.shape[:3])}, a scale for each row of int8"
+        )
+    if rings.scale is not None:
+        check_tensor("state_scale", rings.scale, rings.state.shape[:3], (torch.float32,), device)
+        check_tensor("state", rings.state, None, (torch.int8,), device)
+    for name, tensor in rings.pointers().items():
+        if tensor is not None:
+            _check_slots(name.removesuffix("_ptr"), tensor)
     width = 2 * num_key_heads * key_dim + num_heads * value_dim
     check_tensor("mixed", mixed, ("num_tokens", width), FLOAT_DTYPES)
     check_last_dim_contiguous("mixed", mixed)

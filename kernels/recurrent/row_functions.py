@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..core.compat import tl, triton
+from ..core.dtypes import round_to_int8, store_row_scales
 
 
 class Gates(NamedTuple):
@@ -26,10 +27,12 @@ class Slots(NamedTuple):
     """The tensors of a `RecurrentState` without `conv`; every slot is contiguous."""
 
     state_ptr: Any  # [num_slots, HV, V, K]
+    state_scale_ptr: Any  # float32 [num_slots, HV, V], or None
     ring_k_ptr: Any  # float32 [num_slots, RANK L, HK, K]
     ring_u_ptr: Any  # float32 [num_slots, RANK L, HV, V]
     ring_g_ptr: Any  # float32 [num_slots, L, HV], or [num_slots, L, HV, K] for decays of channels
     stride_state_slot: Any
+    stride_state_scale_slot: Any
     stride_ring_k_slot: Any
     stride_ring_u_slot: Any
     stride_ring_g_slot: Any
@@ -138,6 +141,9 @@ def read_state(
     S = tl.load(
         slots.state_ptr + slot * slots.stride_state_slot + state_offsets(head, offs_k, offs_v, K, V), mask, other=0.0
     ).to(tl.float32)
+    if slots.state_scale_ptr is not None:
+        scale_ptrs = slots.state_scale_ptr + slot * slots.stride_state_scale_slot + head * V + offs_v
+        S *= tl.load(scale_ptrs, mask_v & (slot >= 0), other=0.0)[None, :]
     k_ptrs = slots.ring_k_ptr + slot * slots.stride_ring_k_slot + key_head * K + offs_k
     u_ptrs = slots.ring_u_ptr + slot * slots.stride_ring_u_slot + head * V + offs_v
     g_ptr = slots.ring_g_ptr + slot * slots.stride_ring_g_slot + head
@@ -171,4 +177,10 @@ def write_state(slots, slot, S, head, offs_k, offs_v, K: tl.constexpr, V: tl.con
     """Store S^T [BLOCK_K, BLOCK_V] of a head."""
     mask = (offs_k < K)[:, None] & (offs_v < V)[None, :]
     ptrs = slots.state_ptr + slot * slots.stride_state_slot + state_offsets(head, offs_k, offs_v, K, V)
-    tl.store(ptrs, S.to(slots.state_ptr.dtype.element_ty), mask)
+    if slots.state_scale_ptr is not None:
+        scale_ptrs = slots.state_scale_ptr + slot * slots.stride_state_scale_slot + head * V + offs_v
+        not_finite = tl.sum(S * 0.0, axis=0)
+        inverse = store_row_scales(scale_ptrs, tl.max(tl.abs(S), axis=0), not_finite, offs_v < V)
+        tl.store(ptrs, round_to_int8(S * inverse[None, :]), mask)
+    else:
+        tl.store(ptrs, S.to(slots.state_ptr.dtype.element_ty), mask)

@@ -122,14 +122,20 @@ _as_size = partial(as_int, low=1, high=_LARGEST)
 
 
 def as_state_dtype(name: str, value: object) -> torch.dtype:
-    """Return float32 or bfloat16, from a dtype or its name; float32 for None and "auto".
+    """Return float32, bfloat16 or int8, from a dtype or its name; float32 for None and "auto".
 
     Raises:
         InvalidInputError: the value is something else.
     """
-    dtype = as_dtype(name, value) or torch.float32
+    if value in ("int8", torch.int8):
+        return torch.int8
+    expected = f"{name}: {shown(value)}, expected float32, bfloat16, int8, 'auto' or None"
+    try:
+        dtype = as_dtype(name, value) or torch.float32
+    except InvalidInputError as error:
+        raise InvalidInputError(expected) from error
     if dtype == torch.float16:
-        raise InvalidInputError(f"{name}: {shown(value)}, expected float32, bfloat16, 'auto' or None")
+        raise InvalidInputError(expected)
     return dtype
 
 
@@ -202,8 +208,8 @@ class LoadOptions:
             one for each snapshot. None takes up to half of the cache's memory on a GPU, and 32 on a CPU. With swap
             blocks, the host has as many states, but no more than swap blocks. For a model with compressed entries:
             slots for rows of open pools; None takes up to a quarter of the memory on a GPU.
-        state_dtype: dtype of the states of recurrent layers: float32, or bfloat16 for half the memory; None or "auto"
-            for float32. The convolutions' rows have the dtype of the weights, and rings are float32.
+        state_dtype: dtype of the states of recurrent layers: float32, bfloat16 for half the memory, or int8 for about a
+            quarter; None or "auto" for float32. Rows of convolutions have the dtype of the weights, rings are float32.
         snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size. None keeps
             states only at the ends of prompts and where prompts diverge.
         max_drafts: most drafts that a step verifies for a sequence with recurrent layers.

@@ -13,6 +13,7 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.kernels.core.errors import as_bool, as_int, shown
+from paged.kernels.recurrent.metadata import STATE_DTYPES
 
 # Limit of block tables, because metadata and prefix look-ups take time in proportion to them. Gemma 3 27B has 7 tables,
 # DeepSeek-V4.1 in bfloat16 21.
@@ -281,7 +282,8 @@ class RecurrentSpec:
             The rings are float32.
         decays_channels: whether each channel of a key has its own decay; otherwise a head has one.
         rank: products u k^T that a token adds to S: 2 for layers with erase vectors, otherwise 1.
-        state_dtype: dtype of S: float32, or bfloat16 for half the memory.
+        state_dtype: dtype of S: float32, bfloat16 for half the memory, or int8 for a quarter, with a float32 scale for
+            each row of keys.
 
     Raises:
         InvalidInputError: a size is out of range, the layers are not distinct indices, max_append exceeds the ring, or
@@ -328,8 +330,8 @@ class RecurrentSpec:
             raise InvalidInputError(f"max_append: {self.max_append}, expected at most the ring's {self.ring} tokens")
         self._set("decays_channels", as_bool("decays_channels", self.decays_channels))
         self._set("rank", as_int("rank", self.rank, low=1, high=2))
-        if self.state_dtype not in (torch.float32, torch.bfloat16):
-            raise InvalidInputError(f"state_dtype: {shown(self.state_dtype)}, expected float32 or bfloat16")
+        if self.state_dtype not in STATE_DTYPES:
+            raise InvalidInputError(f"state_dtype: {shown(self.state_dtype)}, expected float32, bfloat16 or int8")
         if self.num_heads and self.num_heads % self.num_key_heads:
             raise InvalidInputError(f"num_heads: {self.num_heads}, expected a multiple of {self.num_key_heads}")
 
@@ -337,7 +339,7 @@ class RecurrentSpec:
         object.__setattr__(self, name, value)
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a slot's S and rings in one layer by name; none for layers with a convolution only."""
+        """Return the shapes of a slot's S, rings and scales in one layer by name; none without S."""
         if not self.num_heads:
             return {}
         heads = self.num_heads, self.head_dim
@@ -345,12 +347,15 @@ class RecurrentSpec:
         decays: tuple[int, ...] = (self.num_heads,)
         if self.decays_channels:
             decays = self.num_heads, self.key_dim
-        return {
+        shapes: dict[str, tuple[int, ...]] = {
             "state": (*heads, self.key_dim),
             "ring_k": (self.rank * self.ring, *keys),
             "ring_u": (self.rank * self.ring, *heads),
             "ring_g": (self.ring, *decays),
         }
+        if self.state_dtype == torch.int8:
+            shapes["state_scale"] = heads
+        return shapes
 
     @property
     def all_layers(self) -> tuple[int, ...]:
@@ -359,9 +364,11 @@ class RecurrentSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of S of one sequence, over all layers."""
-        num_values = self.num_heads * self.head_dim * self.key_dim
-        return len(self.layers) * num_values * self.state_dtype.itemsize
+        """Bytes of S of one sequence, and of its scales, over all layers."""
+        shapes = self.state_shapes()
+        num_bytes = math.prod(shapes.get("state", (0,))) * self.state_dtype.itemsize
+        num_bytes += 4 * math.prod(shapes.get("state_scale", (0,)))
+        return len(self.layers) * num_bytes
 
     def conv_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one sequence's convolution rows of `dtype`, without the rows in the ring."""
@@ -375,7 +382,7 @@ class RecurrentSpec:
         num_bytes = num_layers * self.ring * self.conv_channels * dtype.itemsize
         num_bytes += sum(conv.num_bytes(self.ring, dtype) for conv in self.other_convs)
         for name, shape in self.state_shapes().items():
-            if name != "state":
+            if name.startswith("ring"):
                 num_bytes += len(self.layers) * 4 * math.prod(shape)
         return num_bytes
 

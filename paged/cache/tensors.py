@@ -210,7 +210,8 @@ class SlotMemory:
     def poison(self, slots: Sequence[int]) -> None:
         """Fill slots with NaN."""
         for tensor in self.all.values():
-            tensor[:, list(slots)] = torch.nan
+            if tensor.dtype.is_floating_point:  # int8 states have scales
+                tensor[:, list(slots)] = torch.nan
 
 
 class OpenRows(SlotMemory):
@@ -258,7 +259,7 @@ class StateTensors(SlotMemory):
             conv_shape = 1, slots, conv.width - 1 + spec.ring, conv.channels
             shapes[_conv_name(conv.layer)] = conv_shape, conv.dtype or conv_dtype
         for name, shape in spec.state_shapes().items():
-            dtype = spec.state_dtype if name == "state" else torch.float32
+            dtype = spec.state_dtype if name == "state" else torch.float32  # rings and scales are float32
             shapes[name] = (len(spec.layers), slots, *shape), dtype
         try:
             tensors: dict[str, torch.Tensor] = {}

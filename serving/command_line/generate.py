@@ -87,7 +87,7 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--state-dtype",
-        choices=["float32", "bfloat16"],
+        choices=["float32", "bfloat16", "int8"],
         default="float32",
         help="dtype of the states of recurrent layers",
     )

@@ -12,6 +12,7 @@ from ...attention.call import AttentionCall
 from ...core.checks import scale_strides
 from ...core.dtypes import kv_kind
 from .. import kernel as nb
+from ..code_vectors import E4M3, E5M2, INT4, INT8, Codes, code_products, weighted_code_sums
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import (
     HAS_WIDE_VECTORS,
@@ -21,7 +22,6 @@ from ..vectors import (
     distances,
     exp2_of,
     fill,
-    int4_products,
     larger,
     largest_of,
     load_part,
@@ -32,7 +32,6 @@ from ..vectors import (
     store_products,
     store_vector,
     sum_of,
-    weighted_int4_sums,
     weighted_sums,
 )
 from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
@@ -47,9 +46,6 @@ LEAST_SCALE = 2.0**-126
 # registers; else it is float32.
 _copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
 _add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
-_one_product, _sixteen_products = int4_products(1), int4_products(LANES)
-_add_int4_to_one, _add_int4_to_two = weighted_int4_sums(1), weighted_int4_sums(2)
-_add_int4_to_four = weighted_int4_sums(4)
 Step = Callable[..., Any]
 
 
@@ -67,6 +63,11 @@ def _fetch_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
     for key in range(begin, end):
         for head in range(num_heads):
             prefetch_row(cache, start + key * stride + head * head_stride, size)
+
+
+@nb.device_function
+def _fetch_int4_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
+    _fetch_keys(cache, start, stride, head_stride, num_heads, size // 2, begin, end)
 
 
 @nb.inlined
@@ -93,36 +94,75 @@ def _copy_int4_sums(sums, start, factor, out, to, size):
             nb.store(out, to + chunk + 2 * i + 1, sums[start + chunk + LANES + i] * factor)
 
 
-@nb.inlined
-def _score_int4(queries, query, codes, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
-    """Compute the products of a query with keys that are `stride` bytes apart, and their scales `scale_stride`."""
-    end_of_tiles = num_keys // LANES * LANES
-    for i in range(0, end_of_tiles, LANES):
-        at_key, at_scale = key + i * stride, place + i * scale_stride
-        _sixteen_products(queries, query, codes, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i)
-    for i in range(end_of_tiles, num_keys):
-        at_key, at_scale = key + i * stride, place + i * scale_stride
-        _one_product(queries, query, codes, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i)
+def _code_steps(codes: Codes) -> tuple[Step, Step]:
+    """Return the steps that compute scores of keys in codes, and add weighted values in codes."""
+    one_product, sixteen_products = code_products(codes, 1), code_products(codes, LANES)
+    add_to_one, add_to_two, add_to_four = (weighted_code_sums(codes, num_rows) for num_rows in (1, 2, 4))
+    numbers_per_byte, has_groups = codes.numbers_per_byte, codes.has_groups
+
+    @nb.inlined
+    def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
+        """Compute the products of a query with keys that are `stride` bytes apart, and their scales `scale_stride`."""
+        end_of_tiles = num_keys // LANES * LANES
+        for i in range(0, end_of_tiles, LANES):
+            at_key, at_scale = key + i * stride, place + i * scale_stride
+            sixteen_products(
+                queries, query, cache, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i
+            )
+        for i in range(end_of_tiles, num_keys):
+            at_key, at_scale = key + i * stride, place + i * scale_stride
+            one_product(queries, query, cache, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i)
+
+    @nb.inlined
+    def weigh(
+        scratch,
+        sums,
+        step,
+        cache,
+        value,
+        stride,
+        scales,
+        place,
+        scale_stride,
+        column,
+        num_keys,
+        size,
+        weights,
+        num_rows,
+    ):
+        """Add 32 weighted values of keys, from a column on, to the sums of 1, 2 or 4 rows; see `_weigh`."""
+        value += column // numbers_per_byte
+        if has_groups:
+            place = place + column // (2 * LANES)
+        if num_rows == 4:
+            add_to_four(
+                scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys
+            )
+        elif num_rows == 2:
+            add_to_two(scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys)
+        else:
+            add_to_one(scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys)
+
+    return score, weigh
+
+
+def _scale_step(codes: Codes) -> Step:
+    """Return the step that multiplies weights by their values' scales, of which each row has one."""
+    unit = codes.unit
+
+    @nb.device_function
+    def scale_weights(scratch, weights, num_rows, scales, place, stride, num_keys):
+        for key in range(num_keys):
+            scale = scales[place + key * stride] * np.float32(unit)
+            for row in range(num_rows):
+                scratch[weights + row * _KEYS + key] *= scale
+
+    return scale_weights
 
 
 @nb.inlined
-def _weigh_int4(
-    scratch, sums, step, codes, value, stride, scales, place, scale_stride, column, num_keys, size, weights, num_rows
-):
-    """Add 32 weighted values of keys, from a column on, to the sums of 1, 2 or 4 rows; see `_weigh`."""
-    value, place = value + column // 2, place + column // (2 * LANES)
-    if num_rows == 4:
-        _add_int4_to_four(
-            scratch, sums, step, weights, _KEYS, codes, value, stride, scales, place, scale_stride, num_keys
-        )
-    elif num_rows == 2:
-        _add_int4_to_two(
-            scratch, sums, step, weights, _KEYS, codes, value, stride, scales, place, scale_stride, num_keys
-        )
-    else:
-        _add_int4_to_one(
-            scratch, sums, step, weights, _KEYS, codes, value, stride, scales, place, scale_stride, num_keys
-        )
+def _keep_weights(_scratch, _weights, _num_rows, _scales, _place, _stride, _num_keys):
+    pass
 
 
 @nb.inlined
@@ -228,8 +268,13 @@ def _copy_scaled(source, start, factor, target, to, size):
         store_part(target, to + i, scaled, size - i)
 
 
-def _attention_by(copy_query: Step, score: Step, weigh: Step, copy_sums: Step) -> Any:
-    """Return a kernel over sequences that reads queries, scores, weighs values and writes results by these steps."""
+def _attention_by(
+    copy_query: Step, fetch_keys: Step, score: Step, scale_weights: Step, weigh: Step, copy_sums: Step
+) -> Any:
+    """Return a kernel over sequences that reads queries, prefetches and scores keys, weighs values and writes results.
+
+    It does so by these steps. scale_weights: multiplies the weights of keys before `weigh`.
+    """
 
     @nb.device_function
     def attend_heads(
@@ -288,11 +333,11 @@ def _attention_by(copy_query: Step, score: Step, weigh: Step, copy_sums: Step) -
                     for r in range(h * of_head, (h + 1) * of_head):
                         begin, end = r * share, min(r * share + share, run)
                         if j + run == num_keys:
-                            _fetch_keys(
+                            fetch_keys(
                                 v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end
                             )
                         else:
-                            _fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
+                            fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
                         to = scores + r * _KEYS + j
                         place = scales + (head + h) * k_scale_head
                         score(
@@ -337,13 +382,15 @@ def _attention_by(copy_query: Step, score: Step, weigh: Step, copy_sums: Step) -
                 share = (run + rows - 1) // rows
                 for h in range(num_heads):
                     value, r, end_row = start + (head + h) * v_head, h * of_head, (h + 1) * of_head
+                    place = scales + (head + h) * v_scale_head
                     while r < end_row:
                         num_rows = _rows_together(end_row - r)
                         begin, end, weights = r * share, min((r + num_rows) * share, run), scores + r * _KEYS + j
+                        scale_weights(scratch, weights, num_rows, v_scales, place, v_scale_slot, run)
                         # Spread prefetches between the sums, because many at once delay the loads of values.
                         step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
                         for column in range(0, v_size, 2 * LANES):
-                            _fetch_keys(
+                            fetch_keys(
                                 cache,
                                 following,
                                 next_slot,
@@ -355,7 +402,6 @@ def _attention_by(copy_query: Step, score: Step, weigh: Step, copy_sums: Step) -
                             )
                             begin += step
                             to, width = sums + r * v_size + column, v_size - column
-                            place = scales + (head + h) * v_scale_head
                             weigh(
                                 scratch, to, v_size, v_cache, value, v_slot, v_scales, place, v_scale_slot, column, run,
                                 width, weights, num_rows,
@@ -434,8 +480,20 @@ def _attention_by(copy_query: Step, score: Step, weigh: Step, copy_sums: Step) -
     return attend
 
 
-_attend = _attention_by(_copy_query, _score_unscaled, _weigh_unscaled, _copy_scaled)
-_attend_int4 = _attention_by(_copy_int4_query, _score_int4, _weigh_int4, _copy_int4_sums)
+def _attention_of_rows(codes: Codes) -> Any:
+    """Return a kernel over sequences for caches in codes that have a scale for each row."""
+    score, weigh = _code_steps(codes)
+    return _attention_by(_copy_query, _fetch_keys, score, _scale_step(codes), weigh, _copy_scaled)
+
+
+_attend = _attention_by(
+    _copy_query, _fetch_keys, _score_unscaled, _keep_weights, _weigh_unscaled, _copy_scaled
+)  # fmt: skip
+_score_int4, _weigh_int4 = _code_steps(INT4)
+_attend_int4 = _attention_by(
+    _copy_int4_query, _fetch_int4_keys, _score_int4, _keep_weights, _weigh_int4, _copy_int4_sums
+)
+_attend_int8, _attend_e4m3, _attend_e5m2 = (_attention_of_rows(codes) for codes in (INT8, E4M3, E5M2))
 
 
 @nb.Kernel
@@ -459,23 +517,59 @@ def _paged_attention(arguments):
         _attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at)
 
 
+def _in_codes(attend: Any, scale_pointers: Any) -> Any:
+    """Return the body of a kernel for caches in codes, whose scales are read through `scale_pointers`."""
+
+    @nb.inlined
+    def run(values):
+        is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
+        ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
+        options, scratch, scratch_size = options_of(values[9:12], values[38:41]), values[12], values[13]
+        at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
+        memory = nb.floats(scratch), nb.floats(scratch + at * 4)
+        sizes, strides = values[15:27], values[27:38] + values[43:49]
+        scales = scale_pointers(values[41]), scale_pointers(values[42])
+        keys, vals = nb.uint8s(k_cache), nb.uint8s(v_cache)
+        if is_bf16:
+            attend(nb.bfloats(q), keys, vals, scales, nb.bfloats(out), ids, memory, options, sizes, strides, scale, at)
+        else:
+            attend(nb.floats(q), keys, vals, scales, nb.floats(out), ids, memory, options, sizes, strides, scale, at)
+
+    return run
+
+
+_run_int4 = _in_codes(_attend_int4, nb.bfloats)
+_run_int8, _run_e4m3, _run_e5m2 = (_in_codes(by, nb.floats) for by in (_attend_int8, _attend_e4m3, _attend_e5m2))
+
+
 @nb.Kernel
 def _paged_int4_attention(arguments):
-    values = nb.unpack(arguments, 49)
-    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
-    ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-    options, scratch, scratch_size = options_of(values[9:12], values[38:41]), values[12], values[13]
-    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
-    memory = nb.floats(scratch), nb.floats(scratch + at * 4)
-    sizes, strides = values[15:27], values[27:38] + values[43:49]
-    scales = nb.bfloats(values[41]), nb.bfloats(values[42])
-    keys, vals = nb.uint8s(k_cache), nb.uint8s(v_cache)
-    if is_bf16:
-        _attend_int4(
-            nb.bfloats(q), keys, vals, scales, nb.bfloats(out), ids, memory, options, sizes, strides, scale, at
-        )
-    else:
-        _attend_int4(nb.floats(q), keys, vals, scales, nb.floats(out), ids, memory, options, sizes, strides, scale, at)
+    _run_int4(nb.unpack(arguments, 49))
+
+
+@nb.Kernel
+def _paged_int8_attention(arguments):
+    _run_int8(nb.unpack(arguments, 49))
+
+
+@nb.Kernel
+def _paged_e4m3_attention(arguments):
+    _run_e4m3(nb.unpack(arguments, 49))
+
+
+@nb.Kernel
+def _paged_e5m2_attention(arguments):
+    _run_e5m2(nb.unpack(arguments, 49))
+
+
+# Kernels for caches in codes, by names of kinds; their scales are arguments.
+KERNELS_OF_CODES = {
+    "int4": _paged_int4_attention,
+    "int8": _paged_int8_attention,
+    "e4m3": _paged_e4m3_attention,
+    "e4m3_rows": _paged_e4m3_attention,
+    "e5m2": _paged_e5m2_attention,
+}
 
 
 # First arguments of both attention kernels.
@@ -505,9 +599,9 @@ def sizes_of(call: AttentionCall) -> tuple[int, ...]:
     )
 
 
-def is_int4(call: AttentionCall) -> bool:
-    """Return whether the caches are int4."""
-    return kv_kind(call.k_cache.dtype).name == "int4"
+def scales_of(call: AttentionCall) -> tuple[int | str, ...]:
+    """Return the arguments of a kernel for caches in codes: scales and their strides."""
+    return "k_scale", "v_scale", *scale_strides(k_scale=call.k_scale, v_scale=call.v_scale).values()
 
 
 def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
@@ -536,7 +630,7 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
         group,
         *sizes_of(call),
     )
-    if is_int4(call):
-        arguments += ("k_scale", "v_scale", *scale_strides(k_scale=call.k_scale, v_scale=call.v_scale).values())
-        return NumbaLaunch(_paged_int4_attention.address, call.num_products, arguments, scratch_size=scratch_size)
-    return NumbaLaunch(_paged_attention.address, call.num_products, arguments, scratch_size=scratch_size)
+    kernel = KERNELS_OF_CODES.get(kv_kind(call.k_cache.dtype).name)
+    if kernel is None:
+        return NumbaLaunch(_paged_attention.address, call.num_products, arguments, scratch_size=scratch_size)
+    return NumbaLaunch(kernel.address, call.num_products, (*arguments, *scales_of(call)), scratch_size=scratch_size)

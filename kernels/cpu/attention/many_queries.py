@@ -188,15 +188,20 @@ def block_by(score: Step, weigh: Step, add_values: Step) -> Any:
 
 
 def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: Step) -> Any:
-    """Return a kernel over sequences that packs by these steps, and attends with each block by `attend_block`."""
+    """Return a kernel over sequences that packs by these steps, and attends with each block by `attend_block`.
+
+    pack_keys: also takes the caches' format and the addresses of scales, and reads starts of keys, of values and of
+    their scales.
+    """
 
     @nb.inlined
     def attend_rows(
-        q, k_cache, v_cache, out, block_table, table, memory, areas, options, sizes, strides, scale, row, num_queries,
-        length, head, begin_row, end_row,
+        q, k_cache, v_cache, row_scales, out, block_table, table, memory, areas, options, sizes, strides, scale, row,
+        num_queries, length, head, begin_row, end_row,
     ):  # fmt: skip
         """Attend with rows of one KV head of a sequence."""
         sinks, slopes, _, lse = options
+        k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head = row_scales[3:]
         _, _, _, group, _, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size = sizes
         q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
         queries, sums, state, bounds, alibi, keys, values, _, _, rows, slots = areas
@@ -230,7 +235,9 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
                 block_id, offset = np.int64(block_table[table + index]), key - index * block_size
                 longs[slots + i] = block_id * k_block + offset * k_slot + head * k_head
                 longs[slots + KEYS + i] = block_id * v_block + offset * v_slot + head * v_head
-            pack_keys(k_cache, v_cache, memory, slots, keys, values, begin, stop, size, v_size)
+                longs[slots + 2 * KEYS + i] = block_id * k_scale_block + offset * k_scale_slot + head * k_scale_head
+                longs[slots + 3 * KEYS + i] = block_id * v_scale_block + offset * v_scale_slot + head * v_scale_head
+            pack_keys(k_cache, v_cache, row_scales[:3], memory, slots, keys, values, begin, stop, size, v_size)
             for block in range(num_blocks):
                 at = bounds + block * 2 * ROWS
                 low = max(begin, (ints[at] - chunk) // STEP * STEP)
@@ -255,7 +262,8 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
         """Attend with all sequences that have many queries; threads get equal shares of pairs of rows and keys."""
         q, k_cache, v_cache, out = tensors
         block_table, cu_seqlens_q, seq_lens = nb.int32s(values[5]), nb.int32s(values[6]), nb.int32s(values[7])
-        options = options_of(values[8:11], values[48:])
+        options = options_of(values[8:11], values[48:51])
+        row_scales = values[51:60]
         scratch = values[11] + nb.thread_index() * values[12] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
         scale, areas, sizes, strides = nb.as_float(values[13]), values[14:25], values[25:37], values[37:48]
@@ -280,8 +288,8 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
                         end_row = min(begin_row + num_rows, num_queries * group)
                         if first <= num_before < end:
                             attend_rows(
-                                q, k_cache, v_cache, out, block_table, seq * strides[10], memory, areas, options,
-                                sizes, strides, scale, row, num_queries, length, head, begin_row, end_row,
+                                q, k_cache, v_cache, row_scales, out, block_table, seq * strides[10], memory, areas,
+                                options, sizes, strides, scale, row, num_queries, length, head, begin_row, end_row,
                             )  # fmt: skip
                         middle = length - num_queries + (begin_row + end_row) // 2 // group
                         first_key, end_key = visible(middle, length, window_left, window_right, chunk_size)

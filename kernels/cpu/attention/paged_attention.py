@@ -7,12 +7,15 @@ from itertools import accumulate
 import torch
 
 from ...attention.call import AttentionCall
+from ...core.dtypes import kv_kind
 from .. import kernel as nb
+from ..code_vectors import HAS_FLOAT16, NUMBERS
 from ..launch import NumbaLaunch
 from ..tiles import TILE_COLUMNS, configure, has_tiles, release
 from ..vectors import LANES, LOG2_E
 from . import few_queries, tile_products, vector_products
 from .many_queries import KEYS, ROWS
+from .vector_products import FORMATS
 
 # Most rows of a KV head (queries times heads of a group) for the kernel for few queries, which is slower from 20 rows
 # on. See ../limits.md.
@@ -21,6 +24,7 @@ _FEW_ROWS = 16
 # share would have more rows.
 _ROWS_AT_ONCE, _SHARES = 512, 4
 _attend_by_tiles, _attend_by_vectors = tile_products.attend, vector_products.attend
+_attend_codes = vector_products.attend_codes
 
 
 @nb.device_function
@@ -30,7 +34,7 @@ def _bfloat16_tensors(values):
 
 @nb.Kernel
 def _tiles(arguments):
-    values = nb.unpack(arguments, 51)
+    values = nb.unpack(arguments, 60)
     configure()
     _attend_by_tiles(_bfloat16_tensors(values), values)
     release()
@@ -38,18 +42,28 @@ def _tiles(arguments):
 
 @nb.Kernel
 def _bfloat16(arguments):
-    values = nb.unpack(arguments, 51)
+    values = nb.unpack(arguments, 60)
     _attend_by_vectors(_bfloat16_tensors(values), values)
 
 
 @nb.Kernel
 def _float32(arguments):
-    values = nb.unpack(arguments, 51)
+    values = nb.unpack(arguments, 60)
     _attend_by_vectors((nb.floats(values[1]), nb.floats(values[2]), nb.floats(values[3]), nb.floats(values[4])), values)
 
 
+@nb.Kernel
+def _codes(arguments):
+    values = nb.unpack(arguments, 61)
+    keys, vals = nb.uint8s(values[2]), nb.uint8s(values[3])
+    if values[60]:
+        _attend_codes((nb.bfloats(values[1]), keys, vals, nb.bfloats(values[4])), values)
+    else:
+        _attend_codes((nb.floats(values[1]), keys, vals, nb.floats(values[4])), values)
+
+
 def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
-    """Return the kernel for many queries, for keys and values of these sizes."""
+    """Return the kernel for many queries and caches of this dtype, for keys and values of these sizes."""
     if dtype == torch.float32:
         return _float32
     if has_tiles() and all(size % TILE_COLUMNS == 0 for size in sizes):
@@ -57,11 +71,14 @@ def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
     return _bfloat16
 
 
-def takes_int4(call: AttentionCall) -> bool:
-    """Return whether a numba kernel reads int4 caches for calls like this one: a few queries, heads of whole groups."""
-    group = call.q.shape[1] // call.k_cache.shape[2]
-    sizes = call.q.shape[2], call.v_head_dim
-    return call.max_seqlen_q * group <= _FEW_ROWS and all(size % (2 * LANES) == 0 for size in sizes)
+def takes_codes(call: AttentionCall) -> bool:
+    """Return whether numba kernels read the 4- or 8-bit caches of calls like this one: heads of whole groups of 32."""
+    kinds = kv_kind(call.k_cache.dtype), kv_kind(call.v_cache.dtype)
+    if kinds[0] is not kinds[1] or kinds[0].name not in few_queries.KERNELS_OF_CODES:
+        return False
+    if kinds[0].name in ("e4m3", "e4m3_rows", "e5m2") and not HAS_FLOAT16:
+        return False
+    return call.q.shape[2] % NUMBERS == 0 and call.v_head_dim % NUMBERS == 0
 
 
 def launch_for(call: AttentionCall) -> NumbaLaunch:
@@ -79,7 +96,7 @@ def launch_for(call: AttentionCall) -> NumbaLaunch:
 
 
 def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | None) -> NumbaLaunch:
-    (num_tokens, num_q_heads, size), (_, _, num_kv_heads, v_size) = call.q.shape, call.v_cache.shape
+    (num_tokens, num_q_heads, size), num_kv_heads, v_size = call.q.shape, call.v_cache.shape[2], call.v_head_dim
     q_size, sums_size = (-(-width // LANES) * LANES for width in (size, v_size))
     num_rows = num_tokens * num_q_heads // (_SHARES * torch.get_num_threads())
     num_rows = min(max(num_rows // ROWS * ROWS, ROWS), _ROWS_AT_ONCE)
@@ -94,7 +111,7 @@ def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | N
         KEYS * ROWS,
         KEYS * ROWS // 2,
         num_rows * 4,
-        KEYS * 4,
+        KEYS * 8,
     )
     *offsets, scratch_size = accumulate(areas, initial=0)
     offsets[-2:] = (offset // 2 for offset in offsets[-2:])
@@ -109,6 +126,11 @@ def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | N
         num_q_heads // num_kv_heads,
         num_rows,
         *few_queries.sizes_of(call),
+        FORMATS.get(kv_kind(call.k_cache.dtype).name, 0),
+        *few_queries.scales_of(call),
     )
-    kernel = kernel_of_many(call.q.dtype, size, v_size)
+    if takes_codes(call):
+        kernel, arguments = _codes, (*arguments, call.q.dtype == torch.bfloat16)
+    else:
+        kernel = kernel_of_many(call.q.dtype, size, v_size)
     return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size, before=few)

@@ -24,7 +24,7 @@ def _pack_rows(q, memory, starts, to, size):
 
 
 @device_function
-def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size, v_size):
+def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begin, end, size, v_size):
     """Pack keys as rows and values as columns."""
     _, halves, _, longs = memory
     for key in range(begin, end):

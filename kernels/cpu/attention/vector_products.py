@@ -1,10 +1,11 @@
-"""Steps of `many_queries` by vectors of float32; other dtypes are converted to float32 first."""
+"""Steps of `many_queries` by vectors of float32; other dtypes and codes are converted to float32 first."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..kernel import device_function, rounded_up
+from ..code_vectors import E4M3, E5M2, INT4, INT8, widened
+from ..kernel import bfloats, device_function, floats, rounded_up
 from ..tiles import pack_columns, store_part_of_rows
 from ..vectors import (
     LANES,
@@ -18,6 +19,10 @@ from ..vectors import (
     store_vector,
 )
 from .many_queries import KEYS, attention_by, block_by, place
+
+# Numbers of the formats of codes, in arguments of the kernel.
+FORMATS = {"int4": 0, "int8": 1, "e4m3": 2, "e4m3_rows": 2, "e5m2": 3}
+_widen_int4, _widen_int8, _widen_e4m3, _widen_e5m2 = (widened(codes) for codes in (INT4, INT8, E4M3, E5M2))
 
 
 @device_function
@@ -35,12 +40,37 @@ def widen(cache, start, floats, to, size):
 
 
 @device_function
-def _pack_keys(k_cache, v_cache, memory, starts, keys, values, begin, end, size, v_size):
+def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begin, end, size, v_size):
     floats, _, _, longs = memory
     stride = rounded_up(v_size, LANES)
     for key in range(begin, end):
         widen(k_cache, longs[starts + key], floats, keys + key * size, size)
         widen(v_cache, longs[starts + KEYS + key], floats, values + key * stride, v_size)
+
+
+@device_function
+def _widen_codes(number, cache, start, scales, scale_start, memory, to, size):
+    """Widen a row of the format with a number. scales: their address."""
+    if number == 0:
+        _widen_int4(cache, start, bfloats(scales), scale_start, size, memory, to)
+    elif number == 1:
+        _widen_int8(cache, start, floats(scales), scale_start, size, memory, to)
+    elif number == 2:
+        _widen_e4m3(cache, start, floats(scales), scale_start, size, memory, to)
+    else:
+        _widen_e5m2(cache, start, floats(scales), scale_start, size, memory, to)
+
+
+@device_function
+def _pack_codes(k_cache, v_cache, row_scales, memory, starts, keys, values, begin, end, size, v_size):
+    """Pack keys and values in codes; their sizes are multiples of 32."""
+    number, k_scales, v_scales = row_scales
+    wide, _, _, longs = memory
+    for key in range(begin, end):
+        start, scale_start = longs[starts + key], longs[starts + 2 * KEYS + key]
+        _widen_codes(number, k_cache, start, k_scales, scale_start, wide, keys + key * size, size)
+        start, scale_start = longs[starts + KEYS + key], longs[starts + 3 * KEYS + key]
+        _widen_codes(number, v_cache, start, v_scales, scale_start, wide, values + key * v_size, v_size)
 
 
 @device_function
@@ -83,3 +113,4 @@ def store(memory, sums, out, starts, v_size):
 
 attend_block = block_by(_score, _weigh, _add_values)
 attend = attention_by(pack_rows, _pack_keys, attend_block, store)
+attend_codes = attention_by(pack_rows, _pack_codes, attend_block, store)

@@ -2,7 +2,8 @@
 
 Sequences that append read S once a token and do not write it. With the entries (k, u, g) of the ring, S k = exp(G) S0 k
 + sum_j exp(G - G_j) (k_j k) u_j; S q likewise. Only a step that moves to another slot adds the entries to S. A scan
-moves S to the written slot and updates it there, token by token.
+moves S to the written slot and updates it there, token by token. A state in bfloat16 or int8 is widened to a thread's
+memory first, and rounded when it is written.
 
 A head has one decay, or one for each channel of a key: these multiply the keys of the entries instead of their factors.
 """
@@ -15,9 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.dtypes import SMALLEST
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import LOG2_E, softplus
+
+# Numbers of states' dtypes, arguments of the kernel.
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_ROUNDER = np.float32(12582912)
 
 
 @nb.device_function
@@ -73,6 +79,44 @@ def _channel_gates(gate, weights, at, head, limits, memory, logs, decays, K):
             memory[logs + i] = -rate * softplus(nb.load(gate, at + first + i) + dt_bias[first + i])
     for i in range(K):
         memory[decays + i] = nb.exp2(np.float32(LOG2_E) * memory[logs + i])
+
+
+@nb.device_function
+def _widen_state(number, state, scales, slot, strides, head, memory, to, K, V):
+    """Write a head's S as float32 to memory. number, state, scales: of its dtype, see `_DTYPES`, and addresses."""
+    state_step, scale_step = strides
+    start, of_scales = slot * state_step + head * V * K, slot * scale_step + head * V
+    for v in range(V):
+        row, target = start + v * K, to + v * K
+        if number == 1:
+            _widen(nb.bfloats(state), row, memory, target, K, np.float32(1))
+        else:
+            scale = nb.floats(scales)[of_scales + v]
+            for i in range(K):
+                memory[target + i] = np.float32(nb.int8s(state)[row + i]) * scale
+
+
+@nb.device_function
+def _round_state(number, state, scales, slot, strides, head, memory, start, K, V):
+    """Round a head's S in memory to a slot, the inverse of `_widen_state`."""
+    state_step, scale_step = strides
+    to, of_scales = slot * state_step + head * V * K, slot * scale_step + head * V
+    for v in range(V):
+        row, target = start + v * K, to + v * K
+        if number == 1:
+            for i in range(K):
+                nb.store(nb.bfloats(state), target + i, memory[row + i])
+            continue
+        largest, not_finite = np.float32(0), np.float32(0)
+        for i in range(K):
+            largest = max(largest, np.abs(memory[row + i]))
+            not_finite += memory[row + i] * np.float32(0)
+        nb.floats(scales)[of_scales + v] = largest / np.float32(127) + not_finite
+        inverse = np.float32(127) / max(largest, np.float32(SMALLEST))
+        for i in range(K):
+            # A sum with 1.5 * 2^23 rounds to whole numbers, ties to even, and has them in its low bits.
+            sum_of_code = np.float32(memory[row + i] * inverse + _ROUNDER)
+            nb.int8s(state)[target + i] = np.int8(sum_of_code.view(np.int32))
 
 
 @nb.device_function
@@ -132,9 +176,10 @@ def _scan_token(state, S, memory, places, mixed, v_at, out, to, beta, numbers, K
 
 
 @nb.device_function
-def _run(mixed, gates, weights, D, erase, out, slots, memory, ids, sizes, strides, numbers, limits):
+def _run(mixed, gates, weights, D, erase, out, narrow, slots, memory, ids, sizes, strides, numbers, limits):
     """Compute this thread's pairs of a sequence and a value head; set rows of no sequence to 0."""
     state, ring_k, ring_u, ring_g = slots
+    number, state_address, scale_address, scale_step = narrow
     erase_read, erase_write = erase
     offsets, starts, read_slots, write_slots, cursors, snapshot_slots, snapshot_lens = ids
     num_tokens, num_seqs, max_append, HV, HK, K, V, ring, q_first, k_first, v_first, has_channels, rank = sizes
@@ -143,7 +188,10 @@ def _run(mixed, gates, weights, D, erase, out, slots, memory, ids, sizes, stride
     is_corrected = limits[3]
     erases = rank == 2
     begin, end = nb.share(num_seqs * HV)
-    keys = nb.thread_index() * _scratch_size(rank * ring, K, V)
+    keys = nb.thread_index() * _scratch_size(rank * ring, K, V, number)
+    narrow_strides, widened = (state_step, scale_step), keys + _scratch_size(rank * ring, K, V, 0)
+    if number:
+        state, state_step = memory, np.int64(0)
     q, k = keys + rank * ring * K, keys + (rank * ring + 1) * K
     k_of_S, q_of_S, logs, decays, total, vector = k + K, k + 2 * K, k + 3 * K, k + 4 * K, k + 5 * K, k + 6 * K
     written = vector + K
@@ -179,11 +227,22 @@ def _run(mixed, gates, weights, D, erase, out, slots, memory, ids, sizes, stride
                 for i in range(K):
                     memory[total + i] *= decay
         S = write * state_step + head * V * K
+        source = read * state_step + head * V * K if read >= 0 else -1
+        if number:
+            S = widened
+            source = widened if read >= 0 else -1
+            if read >= 0:
+                _widen_state(
+                    number, state_address, scale_address, read, narrow_strides, head, memory, widened, K, V
+                )  # fmt: skip
         if read != write:
-            source = read * state_step + head * V * K if read >= 0 else -1
             u_first = read * u_step + head * V
             _move(state, source, S, ring_u, u_first, HV * V, keys, memory, factors, total, rank * cursor, K, V)
             cursor = np.int64(0)
+            if number and not is_scan:
+                _round_state(
+                    number, state_address, scale_address, write, narrow_strides, head, memory, widened, K, V
+                )  # fmt: skip
             for i in range(K):
                 memory[total + i] = np.float32(1)
         us, k_at = write * u_step + head * V, write * k_step + key_head * K
@@ -222,9 +281,14 @@ def _run(mixed, gates, weights, D, erase, out, slots, memory, ids, sizes, stride
                 _scan_token(state, S, memory, places, mixed, v_at, out, to, factor, options, K, V)
                 snapshot = np.int64(snapshot_slots[seq])
                 if snapshot >= 0 and np.int64(starts[seq]) + index + 1 == np.int64(snapshot_lens[seq]):
-                    kept = snapshot * state_step + head * V * K
-                    for i in range(V * K):
-                        state[kept + i] = state[S + i]
+                    if number:
+                        _round_state(
+                            number, state_address, scale_address, snapshot, narrow_strides, head, memory, widened, K, V
+                        )  # fmt: skip
+                    else:
+                        kept = snapshot * state_step + head * V * K
+                        for i in range(V * K):
+                            state[kept + i] = state[S + i]
                 continue
             own_product = _product(memory, q, memory, k, K)
             own_erased = np.float32(0)
@@ -280,20 +344,26 @@ def _run(mixed, gates, weights, D, erase, out, slots, memory, ids, sizes, stride
                 _widen(memory, logs, ring_g, at + head * K, K, np.float32(1))
             else:
                 ring_g[at + head] = memory[logs]
+        if number and is_scan:
+            _round_state(number, state_address, scale_address, write, narrow_strides, head, memory, widened, K, V)
     first, end = nb.share((num_tokens - np.int64(offsets[num_seqs])) * HV * V)
     for i in range(first, end):
         nb.store(out, np.int64(offsets[num_seqs]) * HV * V + i, 0.0)
 
 
 @nb.device_function
-def _scratch_size(entries, K, V):
-    return entries * K + 9 * K + 3 * entries + 3 * V
+def _scratch_size(entries, K, V, number):
+    size = entries * K + 9 * K + 3 * entries + 3 * V
+    if number:
+        size += K * V  # a state in float32
+    return size
 
 
 @nb.Kernel
 def _scan(arguments):
-    values = nb.unpack(arguments, 51)
+    values = nb.unpack(arguments, 54)
     is_bf16, mixed, gate, b, A_log, dt_bias, D, erase_read, erase_write, out = values[1:11]
+    narrow = values[51], values[11], values[52], values[53]
     slots = nb.floats(values[11]), nb.floats(values[12]), nb.floats(values[13]), nb.floats(values[14])
     ids = (
         *(nb.int32s(values[15]), nb.int32s(values[16]), nb.int32s(values[17]), nb.int32s(values[18])),
@@ -307,7 +377,7 @@ def _scan(arguments):
         *(lower_bound, lower_bound != 0),
     )
     weights = nb.floats(A_log), nb.floats(dt_bias)
-    shared = slots, memory, ids, sizes, strides, numbers, limits
+    shared = narrow, slots, memory, ids, sizes, strides, numbers, limits
     if is_bf16:
         gates, erase = (nb.bfloats(gate), nb.bfloats(b)), (nb.bfloats(erase_read), nb.bfloats(erase_write))
         _run(nb.bfloats(mixed), gates, weights, nb.floats(D), erase, nb.bfloats(out), *shared)
@@ -316,8 +386,8 @@ def _scan(arguments):
         _run(nb.floats(mixed), gates, weights, nb.floats(D), erase, nb.floats(out), *shared)
 
 
-def launch_for(dtype: torch.dtype, fixed: Mapping[str, Any]) -> NumbaLaunch:
-    """Return a launch for float32 states and weights. fixed: arguments of the Triton kernel by name, and L."""
+def launch_for(dtype: torch.dtype, state_dtype: torch.dtype, fixed: Mapping[str, Any]) -> NumbaLaunch:
+    """Return a launch for float32 weights. fixed: arguments of the Triton kernel by name, and L."""
     ring, key_dim, value_dim, rank = fixed["L"], fixed["K"], fixed["V"], fixed["RANK"]
     arguments = (
         *(dtype == torch.bfloat16, "mixed_ptr", "gate_ptr", "b_ptr", "A_log_ptr", "dt_bias_ptr", "D_ptr"),
@@ -329,7 +399,8 @@ def launch_for(dtype: torch.dtype, fixed: Mapping[str, Any]) -> NumbaLaunch:
         *(fixed[f"stride_{name}_token"] or 0 for name in ("mixed", "gate", "b", "erase_read", "erase_write")),
         *(fixed[f"stride_{name}_slot"] for name in ("state", "ring_k", "ring_u", "ring_g")),
         *(nb.bits(fixed[name] or 0.0) for name in ("eps", "scale", "beta_scale", "least", "most", "lower_bound")),
+        *(_DTYPES[state_dtype], "state_scale_ptr", fixed["stride_state_scale_slot"]),
     )
     work = fixed["num_tokens"] * fixed["HV"] * key_dim * value_dim
-    scratch_size = _scratch_size.py_func(rank * ring, key_dim, value_dim)
+    scratch_size = _scratch_size.py_func(rank * ring, key_dim, value_dim, _DTYPES[state_dtype])
     return NumbaLaunch(_scan.address, work, arguments, scratch_size=scratch_size)

@@ -50,7 +50,7 @@ def test_every_state_equals_the_recurrence(
     assert min(calls.seen.values()) > count // 1000, calls.seen
 
 
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize(("decays_channels", "rank"), [(False, 1), (True, 1), (True, 2)])
 def test_bytes_of_a_slot(decays_channels: bool, rank: int, state_dtype: torch.dtype) -> None:
     """34 layers of GLM-5.3-Flash: 136 MiB of states in float32."""
@@ -63,7 +63,13 @@ def test_bytes_of_a_slot(decays_channels: bool, rank: int, state_dtype: torch.dt
     layer = states.layer(33)
     assert layer.state is not None
     assert layer.state.dtype == state_dtype
-    assert spec.state_bytes == 34 * layer.state[0].nbytes == (34 << 20) * state_dtype.itemsize
+    num_bytes = layer.state[0].nbytes
+    if state_dtype == torch.int8:  # a float32 scale for 128 codes
+        assert layer.state_scale is not None
+        num_bytes += layer.state_scale[0].nbytes
+        assert num_bytes == layer.state[0].nbytes * 33 // 32
+    assert layer.state[0].nbytes == (1 << 20) * state_dtype.itemsize
+    assert spec.state_bytes == 34 * num_bytes
     rings = layer.rings()
     assert rings.rank == rank
     assert rings.g.shape[2:] == ((64, 128) if decays_channels else (64,))
@@ -73,7 +79,7 @@ def test_rejects_sizes_of_states() -> None:
     for bad, message in (
         ({"rank": 3}, "rank: 3, expected"),
         ({"decays_channels": 2}, "decays_channels: 2"),
-        ({"state_dtype": torch.float16}, "state_dtype: torch.float16, expected float32 or bfloat16"),
+        ({"state_dtype": torch.float16}, "state_dtype: torch.float16, expected float32, bfloat16 or int8"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             RecurrentSpec((0,), 1, 2, **bad)

@@ -234,6 +234,8 @@ _FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softc
 _MANY = replace(_FEW, name="many", lengths=((40, 150), (12, 20)))
 _CHOSEN = replace(_FEW, name="chosen", chosen=(24, 4))
 _INT4 = replace(_FEW, name="int4", cache_dtype=torch.bits4x2, head_dim=64)
+_INT8 = replace(_FEW, name="int8", cache_dtype=torch.int8, head_dim=64)
+_MANY_INT8 = replace(_INT8, name="many int8", lengths=_MANY.lengths)
 # fault -> (the problem that finds it, or few and many if empty, text of the numba kernels, what the copy has instead)
 NUMBA_MUTATIONS = {
     "no fault": ("", "", ""),
@@ -253,6 +255,9 @@ NUMBA_MUTATIONS = {
         "+ 2 * i, sums[start + chunk + i]",
         "+ 2 * i, sums[start + chunk + LANES + i]",
     ),
+    "the first scale of values of a block": ("int8", "scales[place + key * stride]", "scales[place]"),
+    "scales of keys of the next": ("int8", "place + i * scale_stride", "place + (i + 1) * scale_stride"),
+    "values with scales of keys": ("many int8", "longs[starts + 3 * KEYS + key]", "longs[starts + 2 * KEYS + key + 1]"),
     "keys behind a chosen block": ("chosen", "for j in range(num_keys, padded)", "for j in range(padded, padded)"),
 }
 
@@ -272,7 +277,7 @@ def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monk
         copy = load_copy(f"{NUMBA_OPS}.{module}", tmp_path, faulty, monkeypatch)
         monkeypatch.setattr(package, module, copy)
     with unnoted():
-        for problem in (_FEW, _MANY, _CHOSEN, _INT4):
-            if problem.name == name or (name == "" and problem not in (_CHOSEN, _INT4)):
+        for problem in (_FEW, _MANY, _CHOSEN, _INT4, _INT8, _MANY_INT8):
+            if problem.name == name or (name == "" and problem in (_FEW, _MANY)):
                 arguments = call_of(problem, torch.device("cpu"))
                 assert turns_red(exceeds_no_bound_twice, ATTENTION, arguments) == (fault != "no fault")

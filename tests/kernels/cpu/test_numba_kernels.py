@@ -33,6 +33,8 @@ from tests.kernels.moe import test_fused_moe as experts
 from tests.tolerance import assert_close, assert_within
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+# Caches that numba kernels read; the last two have one scale or one for each head.
+CODES = torch.int8, torch.bits4x2, torch.bits8, torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16])
 PROBLEMS = [problem for problem in attention.PROBLEMS if problem.dtype == torch.float32 and problem.lengths]
 
@@ -57,9 +59,14 @@ class TestTypes:
     @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
     @TYPES
     def test_attention(self, dtype: torch.dtype, problem: Problem) -> None:
-        """Trees, sequences that differ in causality and caches of other dtypes run in PyTorch."""
-        is_plain_cache = problem.cache_dtype is None and not problem.scales
-        is_taken = is_plain_cache and not problem.tree and isinstance(problem.causal, bool)
+        """Run trees, sequences that differ in causality, scaled caches and heads without full groups in PyTorch."""
+        sizes = problem.head_dim, problem.v_head_dim or problem.head_dim
+        if problem.cache_dtype is None:
+            is_taken_cache = not problem.scales
+        else:
+            is_taken_cache = problem.cache_dtype in CODES and problem.v_cache_dtype is None
+            is_taken_cache = is_taken_cache and all(size % 32 == 0 for size in sizes) and not problem.chosen[1]
+        is_taken = is_taken_cache and not problem.tree and isinstance(problem.causal, bool)
         with mock.patch.object(definition, "paged_attention", wraps=definition.paged_attention) as in_pytorch:
             check(replace(problem, dtype=dtype), CPU)
         assert in_pytorch.called == (not is_taken)
@@ -91,13 +98,18 @@ class TestTypes:
         assert_within(combined, parts.bfloat16(), 0.0, is_exact=True)
 
 
-def _prompts(seed: int, dtype: torch.dtype) -> Problem:
+def _prompts(seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Problem:
     """Few queries beside many, whose every size and limit is drawn."""
     draw = random.Random(seed)
     lengths = [(queries, queries + draw.choice((0, draw.randrange(200)))) for queries in (1, draw.randrange(90), 12)]
     lengths.append((draw.randrange(20, 70), draw.randrange(300)))  # may have queries before the first key
     kv_heads = draw.choice((1, 2))
     head_dim = draw.choice((32, 64, 96, 256, 40) if dtype == BF16 else (32, 24, 64, 33))
+    scales = ""
+    if cache_dtype is not None:
+        head_dim = draw.choice((32, 64, 96, 256))
+    if cache_dtype in CODES[3:]:
+        scales = draw.choice(("", "tensor", "head"))
     return Problem(
         "", tuple(lengths), head_dim=head_dim, dtype=dtype,
         heads=(kv_heads * draw.choice((1, 2, 3, 5)), kv_heads), v_head_dim=draw.choice((head_dim, 32)),
@@ -105,7 +117,7 @@ def _prompts(seed: int, dtype: torch.dtype) -> Problem:
         window_size=draw.choice(((-1, -1), (draw.randrange(150), -1), (draw.randrange(40), draw.randrange(40)))),
         chunk_size=draw.choice((0, 0, draw.randrange(1, 200))), softmax_scale=draw.choice((None, 0.0, 0.3)),
         sinks=draw.choice((False, True)), alibi=draw.choice((False, True)), softcap=draw.choice((0.0, 2.0, 50.0)),
-        layout=draw.choice(("separate", "head_major")),
+        layout=draw.choice(("separate", "head_major")), cache_dtype=cache_dtype, scales=scales,
     )  # fmt: skip
 
 
@@ -120,6 +132,29 @@ class TestPrompts:
             pytest.skip("no AMX")
         monkeypatch.setattr(module, "has_tiles", lambda: kind == "tiles")
         check(_prompts(seed, torch.float32 if kind == "float32" else BF16), CPU, return_lse=False)
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("cache_dtype", CODES, ids=str)
+    def test_codes_match_the_definition(self, cache_dtype: torch.dtype, seed: int) -> None:
+        with mock.patch.object(definition, "paged_attention", wraps=definition.paged_attention) as in_pytorch:
+            check(_prompts(seed, BF16 if seed % 2 else torch.float32, cache_dtype), CPU)
+        assert not in_pytorch.called
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("num_queries", [1, 40])
+    @pytest.mark.parametrize("cache_dtype", CODES[3:], ids=str)
+    def test_every_code(self, cache_dtype: torch.dtype, num_queries: int) -> None:
+        """A sum over one key is its value: all codes of 8-bit floats, NaN included."""
+        codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256).view(cache_dtype)
+        out = paged.paged_attention(
+            torch.zeros(num_queries, 1, 256), torch.zeros_like(codes), codes, causal=False, max_seqlen_q=num_queries,
+            block_table=torch.zeros(1, 1, dtype=torch.int32), seq_lens=torch.ones(1, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, num_queries], dtype=torch.int32),
+        )  # fmt: skip
+        numbers = codes.flatten().float()
+        is_infinite = numbers.isinf()  # 0 * inf, of a key that pads a step, is NaN
+        assert_within(out[-1, 0, ~is_infinite], numbers[~is_infinite], 1e-6 * numbers[~is_infinite].abs())
 
     @pytest.mark.parametrize("window", [(-1, -1), (20, -1)])
     @TYPES

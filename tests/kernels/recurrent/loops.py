@@ -25,6 +25,7 @@ class Written(NamedTuple):
     ring_k: torch.Tensor | None = None
     ring_u: torch.Tensor | None = None
     ring_g: torch.Tensor | None = None
+    state_scale: torch.Tensor | None = None
 
 
 def causal_conv1d(

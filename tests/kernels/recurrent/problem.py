@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 import paged
 from paged import RecurrentBatch, RecurrentState
+from paged.kernels.core.dtypes import KV_KINDS
 from tests.kernels.recurrent import loops
-from tests.tolerance import assert_close
+from tests.tolerance import assert_close, assert_within
 
-NAN = float("nan")
+NAN, INT8 = float("nan"), KV_KINDS[torch.int8]
 # Looked up once, so that no copy with a fault becomes an attribute of `paged`.
 OPERATIONS = {name: getattr(paged, name) for name in ("causal_conv1d", "gated_delta_rule", "mamba2_scan")}
 
@@ -77,12 +78,17 @@ class Problem:
 
         state = RecurrentState(
             unread(before + length, channels, dtype=shape.dtype),
-            unread(heads, shape.value_dim, shape.key_dim, dtype=shape.state_dtype),
+            unread(
+                heads,
+                shape.value_dim,
+                shape.key_dim,
+                dtype=shape.state_dtype if shape.state_dtype.is_floating_point else torch.float32,
+            ),
             unread(rank * length, shape.key_heads, shape.key_dim),
             unread(rank * length, heads, shape.value_dim),
             unread(length, *decays),
         )
-        conv, S, ring_k, ring_u, ring_g = vars(state).values()
+        conv, S, ring_k, ring_u, ring_g, _ = vars(state).values()
         columns: list[list[int]] = []
         for seq in seqs:
             read = -1 if seq.ring < 0 else free.pop()
@@ -90,7 +96,7 @@ class Problem:
             write = free.pop() if read < 0 or seq.fresh or is_scanned else read
             if read >= 0:
                 conv[read, : before + seq.ring] = random(before + seq.ring, channels, dtype=shape.dtype)
-                S[read] = random(heads, shape.value_dim, shape.key_dim, dtype=shape.state_dtype)
+                S[read] = random(heads, shape.value_dim, shape.key_dim)
                 entries = rank * seq.ring
                 keys = random(entries, shape.key_heads, shape.key_dim)
                 ring_k[read, :entries] = keys / keys.norm(dim=-1, keepdim=True)
@@ -98,6 +104,9 @@ class Problem:
                 ring_g[read, : seq.ring] = -random(seq.ring, *decays).abs()
             snapshot = free.pop() if seq.snapshot >= 0 else -1
             columns.append([seq.start, read, write, max(seq.ring, 0), snapshot, seq.snapshot])
+        if shape.state_dtype is torch.int8:
+            codes, scale = INT8.encode(S, None)
+            state = replace(state, state=codes, state_scale=scale)
         lens = torch.tensor([0, *(seq.tokens for seq in seqs)])
         table = torch.tensor(columns, dtype=torch.int32).view(-1, 6).to(device)
         longest = int(lens.max())
@@ -181,7 +190,13 @@ def check(name: str, arguments: dict[str, Any]) -> loops.Written:
 
     Results of float32 may be off by 2e-5 of the root mean square of all: each is a sum over values as large.
     """
-    before, got, want = arguments["state"], run(name, arguments), getattr(loops, name)(**arguments)
+    got, before = run(name, arguments), with_float_state(arguments["state"])
+    arguments = arguments | {"state": before}
+    want = getattr(loops, name)(**arguments)
+    step: torch.Tensor | float = 0.0  # of codes
+    if got.state_scale is not None:
+        step = got.state_scale.cpu().unsqueeze(-1)
+        got = got._replace(state=INT8.decode(got.state, got.state_scale, torch.float64), state_scale=None)
     rounded = None if got.out.dtype == torch.float32 else getattr(loops, name)(**_rounded(arguments))
     for field, expected in want._asdict().items():
         if expected is None:
@@ -190,7 +205,13 @@ def check(name: str, arguments: dict[str, Any]) -> loops.Written:
         values = ~expected.isnan()
         assert torch.equal(~result.cpu().isnan(), values), field
         slack = None if rounded is None else getattr(rounded, field)[values]
-        assert_close(result.cpu()[values], expected[values], rounded=slack, float32=2e-5)
+        if field == "state" and isinstance(step, torch.Tensor):
+            assert rounded is None
+            sizes = expected.square().mean(-1, keepdim=True).sqrt().maximum(expected.abs()).clamp(min=1.0)
+            rounding = (0.5 * step).expand_as(expected)[values]
+            assert_within(result.cpu()[values], expected[values], 4e-5 * sizes[values], rounding=rounding)
+        else:
+            assert_close(result.cpu()[values], expected[values], rounded=slack, float32=2e-5)
         if field != "out":
             old = getattr(before, field).cpu()
             kept = (expected == old.double()) | (expected.isnan() & old.isnan())
@@ -198,10 +219,18 @@ def check(name: str, arguments: dict[str, Any]) -> loops.Written:
     return got
 
 
+def with_float_state(state: RecurrentState) -> RecurrentState:
+    """The state whose int8 rows of S are float64, or the state itself."""
+    if state.state is None or state.state_scale is None:
+        return state
+    S = INT8.decode(state.state, state.state_scale, torch.float64)
+    return replace(state, state=S, state_scale=None)
+
+
 def _surrounded(slots: torch.Tensor) -> torch.Tensor:
     """A copy of a pool, strided as it is, between two slots of NaN: a read of slot -1 shows in whatever memory."""
     slot_size = slots.stride(0)
-    memory = slots.new_full(((len(slots) + 2) * slot_size,), NAN)
+    memory = slots.new_full(((len(slots) + 2) * slot_size,), 77 if slots.dtype == torch.int8 else NAN)
     return memory.as_strided(slots.shape, slots.stride(), slot_size).copy_(slots)
 
 

@@ -14,6 +14,7 @@ import torch
 import paged
 from paged import InvalidInputError, RecurrentBatch, RecurrentState
 from paged.kernels.core.device import NUMBA_DTYPES
+from paged.kernels.recurrent.metadata import STATE_DTYPES
 from tests.backends import needs_numba
 from tests.kernels.recurrent.problem import LAYERS, Problem, Seq, check, make_layer, run
 from tests.pairwise import pairwise
@@ -99,6 +100,20 @@ def test_rows_by_numba(layer: str, dtype: torch.dtype, monkeypatch: pytest.Monke
 
 
 @needs_numba
+@pytest.mark.thorough
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES[1:])
+@pytest.mark.parametrize("layer", ["delta", *CHANNEL_LAYERS])
+def test_rounded_states_by_numba(layer: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in place and in another slot; for decays of channels, scans with snapshots too."""
+    monkeypatch.setenv("PAGED_BACKEND", "numba")
+    seqs = ROWS if layer == "delta" else MIXED
+    _, name, arguments = make_layer(
+        layer, torch.device("cpu"), *seqs, state_dtype=state_dtype, key_dim=24, value_dim=40
+    )  # fmt: skip
+    _check_by_numba(name, arguments)
+
+
+@needs_numba
 @pytest.mark.parametrize("dtype", NUMBA_DTYPES)
 @pytest.mark.parametrize("layer", CHANNEL_LAYERS)
 def test_prompts_by_numba(layer: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +143,7 @@ def _check_by_numba(name: str, arguments: dict[str, Any]) -> None:
     value_dim=[16, 64, 128],
     decay=[-12.0, 0.0, 30.0],
     beta=[-12.0, 0.0, 12.0],
-    state_dtype=[torch.float32, torch.bfloat16],
+    state_dtype=[torch.float32, torch.bfloat16, torch.int8],
 )
 def test_sizes_and_gates(
     layer: str,

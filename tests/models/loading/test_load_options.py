@@ -45,7 +45,7 @@ def test_block_size_of_the_device(llama_folder: Path, monkeypatch: pytest.Monkey
         ("device", ["gpu", "", "meta", 0, 1.5, {}, "cuda:99", "cpu:x", ["cpu"]]),
         ("dtype", ["half", "fp8", "int8", "float64", torch.int8, torch.float8_e4m3fn, 16, {}, "Tensor"]),
         ("kv_cache_dtype", ["fp7", torch.uint8, 8, "bfloat16"]),
-        ("state_dtype", ["float16", "fp8", torch.int8, 16]),
+        ("state_dtype", ["float16", "fp8", torch.uint8, 16]),
         ("num_blocks", ["12", 1.0, 0, -1, True, {}, [4], 2**31, float("nan")]),
         ("block_size", ["16", 16.0, 0, True, {}, 2**40]),
         ("max_seq_len", ["12", 1.5, 0, -1, True, 129, {}]),

@@ -59,19 +59,21 @@ def test_all_lengths_whole_and_in_random_cuts(name: str, every: int, tmp_path: P
     model.kv_manager.check_integrity()
 
 
-def test_states_of_16_bits(tmp_path: Path) -> None:
-    """Half the memory, and logits that differ by the rounding of a state: after a prompt, and where a ring is full."""
+def test_states_of_16_and_8_bits(tmp_path: Path) -> None:
+    """Half and about a quarter of the memory; logits differ by a state's rounding, after prompts and full rings."""
     save_checkpoint(FAMILIES["kimi_linear"], tmp_path)
     ids = tokens(60)
     logits, sizes = [], []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "int8"):
         model = load_model(tmp_path, block_size=8, num_blocks=64, state_dtype=dtype)
         rows = [model.prefill("a", ids[:40]), *(model.decode("a", ids[at], at) for at in range(40, 60))]
         logits.append(torch.stack(rows).double())
         sizes.append(model.kv_manager.config.recurrent.state_bytes)
     assert sizes[0] == 2 * sizes[1] > 0
-    assert not torch.equal(*logits)
-    assert_within(logits[1], logits[0], 0.01 * logits[0].abs().amax(-1, keepdim=True))
+    assert sizes[1] > 1.5 * sizes[2] > 0
+    for rounded in logits[1:]:
+        assert not torch.equal(rounded, logits[0])
+        assert_within(rounded, logits[0], 0.01 * logits[0].abs().amax(-1, keepdim=True))
 
 
 def test_sizes_of_a_published_model(tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""Rows of 8- and 4-bit caches as vectors of 16 float32 in numba kernels, 32 numbers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+
+from .kernel import FASTMATH, cpu_features
+from .vectors import (
+    HAS_WIDE_VECTORS,
+    LANES,
+    VECTOR,
+    WORDS,
+    add_weighted,
+    at,
+    call,
+    emitted,
+    in_turn,
+    load_vector,
+    multiply_add,
+    splat,
+    steps,
+    store_sums,
+    store_vector,
+    sum_from_zero,
+)
+
+# Numbers that are read together, and that share a scale in int4.
+NUMBERS = 2 * LANES
+_FLOAT, _INT, _SHORT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+_SHORTS, _HALVES = ir.VectorType(_SHORT, LANES), ir.VectorType(ir.HalfType(), LANES)
+_FLAGS = tuple(FASTMATH)
+# Whether one instruction converts float16 to float32. All CPUs with AVX2 have it.
+HAS_FLOAT16 = HAS_WIDE_VECTORS or cpu_features().get("f16c", False)
+
+
+class Codes(NamedTuple):
+    """A format of rows of bytes. A row has a float32 scale, or each 32 numbers have a bfloat16 scale.
+
+    Attributes:
+        vectors: emits the two vectors of the 32 numbers from a byte on, divided by `unit` and by their scale.
+        numbers_per_byte: 1 or 2. Of two, the first vector has the low bits, which are the even numbers.
+        has_groups: whether 32 numbers have a scale.
+        unit: factor of all numbers of the format.
+    """
+
+    vectors: Callable[[ir.IRBuilder, ir.Value, ir.Value], list[ir.Value]]
+    numbers_per_byte: int = 1
+    has_groups: bool = False
+    unit: float = 1.0
+
+
+def _bytes(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
+    """Load 32 bytes as two vectors."""
+    second = builder.add(index, ir.Constant(index.type, LANES))
+    return [builder.load(at(builder, codes, start, _BYTE), align=1) for start in (index, second)]
+
+
+def _int8(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
+    return [builder.sitofp(builder.sext(part, WORDS), VECTOR) for part in _bytes(builder, codes, index)]
+
+
+def _e4m3(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
+    """Return numbers / 256 by way of float16; see `decode_e4m3` for the bits."""
+
+    def constant(bits: int) -> ir.Constant:
+        return ir.Constant(_SHORTS, [bits] * LANES)
+
+    vectors = []
+    for part in _bytes(builder, codes, index):
+        half = builder.and_(builder.shl(builder.sext(part, _SHORTS), constant(7)), constant(-0x4001))
+        highest_of_nan = builder.and_(builder.add(half, constant(0x80)), constant(0x4000))
+        vectors.append(builder.fpext(builder.bitcast(builder.or_(half, highest_of_nan), _HALVES), VECTOR))
+    return vectors
+
+
+def _e5m2(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
+    """Return numbers, whose bytes are the upper bytes of a float16."""
+    vectors = []
+    for part in _bytes(builder, codes, index):
+        half = builder.shl(builder.zext(part, _SHORTS), ir.Constant(_SHORTS, [8] * LANES))
+        vectors.append(builder.fpext(builder.bitcast(half, _HALVES), VECTOR))
+    return vectors
+
+
+def _int4(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
+    """Return the even and the odd numbers of 16 bytes: nibbles - 8.
+
+    AVX-512 looks them up: `vpermps` takes the low 4 bits of each word as its index.
+    """
+    words = builder.zext(builder.load(at(builder, codes, index, _BYTE), align=1), WORDS)
+    nibbles = words, builder.lshr(words, ir.Constant(WORDS, [4] * LANES))
+    if HAS_WIDE_VECTORS:
+        numbers = ir.Constant(VECTOR, [float(number) for number in range(-8, 8)])
+        return [call(builder, "x86.avx512.permvar.sf.512", VECTOR, numbers, nibble) for nibble in nibbles]
+    fifteen, eight = ir.Constant(WORDS, [15] * LANES), ir.Constant(WORDS, [8] * LANES)
+    return [builder.sitofp(builder.sub(builder.and_(nibble, fifteen), eight), VECTOR) for nibble in nibbles]
+
+
+INT8, E4M3, E5M2, INT4 = Codes(_int8), Codes(_e4m3, unit=256.0), Codes(_e5m2), Codes(_int4, 2, True)
+
+
+def _bfloat16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
+    """Load a bfloat16 as float32."""
+    word = builder.zext(builder.load(builder.gep(pointer, [index]), align=2), _INT)
+    return builder.bitcast(builder.shl(word, ir.Constant(_INT, 16)), _FLOAT)
+
+
+def _row_scale(builder: ir.IRBuilder, codes: Codes, scales: ir.Value, index: ir.Value) -> ir.Value:
+    """Load a row's scale times the format's unit, as a vector."""
+    scale = splat(builder, builder.load(builder.gep(scales, [index]), align=4))
+    if codes.unit == 1.0:
+        return scale
+    return builder.fmul(scale, ir.Constant(VECTOR, [codes.unit] * LANES), flags=_FLAGS)
+
+
+def _number_of_steps(builder: ir.IRBuilder, index: ir.Value, step: int) -> ir.Value:
+    """Return index // step, for a power of two."""
+    return builder.lshr(index, ir.Constant(index.type, step.bit_length() - 1))
+
+
+def code_products(codes: Codes, num_keys: int) -> Any:
+    """Return an intrinsic that stores the products of a row, from `first` on, with `num_keys` rows of codes.
+
+    row is float32 with `size` numbers, a multiple of 32. For int4 the 16 even ones of 32 come first. The rows of codes
+    begin at `start`, `stride` bytes apart, and their scales at `scale_start`, `scale_stride` apart.
+    """
+
+    @emitted()
+    def products(builder, row, first, bytes_, start, stride, scales, scale_start, scale_stride, size, out, to):
+        row_pointer, starts, scale_starts = builder.gep(row, [first]), [start], [scale_start]
+        while len(starts) < num_keys:
+            starts.append(builder.add(starts[-1], stride))
+            scale_starts.append(builder.add(scale_starts[-1], scale_stride))
+        totals = [sum_from_zero(builder) for _ in starts]
+        with steps(builder, size, NUMBERS) as i:
+            low_row = load_vector.emit(builder, row_pointer, i)
+            high_row = load_vector.emit(builder, row_pointer, builder.add(i, ir.Constant(i.type, LANES)))
+            byte = _number_of_steps(builder, i, codes.numbers_per_byte)
+            for key, total in enumerate(totals):
+                low, high = codes.vectors(builder, bytes_, builder.add(starts[key], byte))
+                if codes.has_groups:
+                    product = multiply_add.emit(builder, high_row, high, builder.fmul(low_row, low, flags=_FLAGS))
+                    group = builder.add(scale_starts[key], _number_of_steps(builder, i, NUMBERS))
+                    scale = splat(builder, _bfloat16(builder, scales, group))
+                    new_total = multiply_add.emit(builder, scale, product, builder.load(total))
+                else:
+                    new_total = multiply_add.emit(builder, low_row, low, builder.load(total))
+                    new_total = multiply_add.emit(builder, high_row, high, new_total)
+                builder.store(new_total, total)
+        sums = [builder.load(total) for total in totals]
+        if not codes.has_groups:
+            for key, scale_index in enumerate(scale_starts):
+                sums[key] = builder.fmul(sums[key], _row_scale(builder, codes, scales, scale_index), flags=_FLAGS)
+        store_sums(builder, out, to, sums)
+
+    return products
+
+
+def weighted_code_sums(codes: Codes, num_rows: int) -> Any:
+    """Return an intrinsic that does the same as `weighted_sums` for values in codes.
+
+    Rows of codes begin at `start`, `stride` bytes apart. Scales of 32 numbers begin at `scale_start`, `scale_stride`
+    apart; weights are already multiplied by scales of rows, and by the unit. For int4 the sums of the 16 even numbers
+    come first.
+    """
+
+    @emitted()
+    def add(
+        builder, floats, to, step, first, weight_step, bytes_, start, stride, scales, scale_start, scale_stride, count
+    ):
+        def values_of(key: ir.Value) -> tuple[list[ir.Value], ir.Value | None]:
+            vectors = codes.vectors(builder, bytes_, builder.add(start, builder.mul(key, stride)))
+            if not codes.has_groups:
+                return vectors, None
+            place = builder.add(scale_start, builder.mul(key, scale_stride))
+            return vectors, _bfloat16(builder, scales, place)
+
+        add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
+
+    return add
+
+
+def widened(codes: Codes) -> Any:
+    """Return an intrinsic that writes a row of codes, times its scales, as float32 from `to` on.
+
+    size: numbers of the row, a multiple of 32.
+    """
+
+    @emitted()
+    def widen(builder, bytes_, start, scales, scale_start, size, floats, to):
+        row_scale = None
+        if not codes.has_groups:
+            row_scale = _row_scale(builder, codes, scales, scale_start)
+        with steps(builder, size, NUMBERS) as i:
+            byte = builder.add(start, _number_of_steps(builder, i, codes.numbers_per_byte))
+            vectors = codes.vectors(builder, bytes_, byte)
+            if codes.numbers_per_byte == 2:
+                vectors = in_turn(builder, *vectors)
+            scale = row_scale
+            if scale is None:
+                group = builder.add(scale_start, _number_of_steps(builder, i, NUMBERS))
+                scale = splat(builder, _bfloat16(builder, scales, group))
+            place = builder.add(to, i)
+            for half, vector in enumerate(vectors):
+                index = builder.add(place, ir.Constant(place.type, half * LANES))
+                store_vector.emit(builder, floats, index, builder.fmul(vector, scale, flags=_FLAGS))
+
+    return widen
