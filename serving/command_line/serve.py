@@ -20,6 +20,7 @@ from paged.tools.printable import one_line
 
 if TYPE_CHECKING:
     from paged.cache.manager import PagedKvCacheManager
+    from paged.serving.http.spans import RequestSpans
     from paged.serving.text.chat_tokenizer import ChatTokenizer
     from paged.serving.vision.vision_model import VisionModel
 
@@ -85,10 +86,14 @@ def run(args: argparse.Namespace) -> int:
     if host in ("127.0.0.1", "::1"):
         where += " (this machine only, see --host)"
 
+    spans = None
+    if config.otlp_traces_endpoint is not None:
+        spans = spans_to(config.otlp_traces_endpoint, config.model_name)
+
     async def serve() -> None:
         async with AsyncEngine(engine) as running:
             service = Service(running, tokenizer, config, defaults, vision)
-            app = make_app(service)
+            app = make_app(service, spans)
             free = 0
             if manager is not None:
                 free = manager.stats().free_blocks * manager.config.block_size
@@ -105,11 +110,27 @@ def run(args: argparse.Namespace) -> int:
         stack.enter_context(listener)
         if config.kv_events is not None and manager is not None:
             stack.callback(event_publisher(manager, config.kv_events, config).close)
+        if spans is not None:
+            stack.callback(spans.close)
         protocol.run(serve())
         if manager is not None:
             manager.close_tiers()
     sys.stdout.flush()
     os._exit(0)  # skip Python's own exit: it joins threads, which may never end, and frees modules for 2 s
+
+
+def spans_to(endpoint: str, model_name: str) -> RequestSpans:
+    """Return spans of requests that go to a collector.
+
+    Raises:
+        UnsupportedError: OpenTelemetry is not installed.
+    """
+    try:
+        from paged.serving.http.spans import RequestSpans
+
+        return RequestSpans.to_endpoint(endpoint, model_name)
+    except ImportError as error:
+        raise UnsupportedError(f"--otlp-traces-endpoint needs {error.name}: pip install 'paged[otel]'") from error
 
 
 def memory_line(weight_bytes: int, manager: PagedKvCacheManager | None, longest: int) -> str:

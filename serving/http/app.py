@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 import paged
 from paged.cache.manager import PagedKvCacheManager
@@ -33,12 +34,15 @@ from paged.serving.http.messages import answer_messages, count_tokens
 from paged.serving.http.responses import respond_to_input
 from paged.serving.http.service import Service, service_of
 
+if TYPE_CHECKING:
+    from paged.serving.http.spans import RequestSpans  # which needs the extra `otel`
+
 _MOST_CELLS = 4096  # number of blocks that the page draws one by one
 _LEAST_SECONDS = 1.0  # minimum time to read a body, so that a late request gets its error message
 
 
-def make_app(service: Service) -> Gate:
-    """Return the ASGI app of a service."""
+def make_app(service: Service, spans: RequestSpans | None = None) -> Gate:
+    """Return the ASGI app of a service. spans: where spans of requests go; None for none."""
     app = FastAPI(title="paged", version=paged.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for error in (PagedError, HTTPException, Exception):
         app.add_exception_handler(error, _answer_error)
@@ -53,9 +57,11 @@ def make_app(service: Service) -> Gate:
         app.add_api_route(path, _endpoint(answer, bodies[answer]), methods=["POST"], openapi_extra=listed)
     app.openapi().setdefault("components", {}).setdefault("schemas", {}).update(components)
 
-    def end(log: RequestLog) -> None:
+    def end(scope: Scope, log: RequestLog) -> None:
         route = log.path if log.path in _ROUTES["POST"] else "none"
         service.metrics.end(log, route)
+        if spans is not None:
+            spans.end(scope, log)
 
     return Gate(app, service.config, end)
 

@@ -96,6 +96,11 @@ class ServeConfig:
     )
     kv_events_replay: str | None = _option(None, "address of the replay socket of KV events", metavar="ADDRESS")
     kv_events_topic: str = _option("", "topic of the KV events, as the router subscribes to it", metavar="TEXT")
+    otlp_traces_endpoint: str | None = _option(
+        None,
+        "send OpenTelemetry spans of requests to this URL, such as http://localhost:4318/v1/traces; needs paged[otel]",
+        metavar="URL",
+    )
     log_format: str = _option("text", "format of the log: a line for each request, on stderr", choices=["text", "json"])
 
     @property

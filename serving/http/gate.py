@@ -12,10 +12,13 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paged.executors.requests.output import RequestOutput
+from paged.executors.requests.sampling_params import SamplingParams
 from paged.serving.http.config import ServeConfig
 from paged.serving.http.errors import ApiError
 from paged.serving.http.hosts import HostRules
@@ -60,13 +63,27 @@ class RequestLog:
         return " ".join(words)
 
 
+class Generation(NamedTuple):
+    """What the engine did for a request: newest outputs by number of the prompt.
+
+    asked: when the prompts reached the engine. times: when the newest outputs came, by number of the prompt. Both are
+    in seconds of `perf_counter`.
+    """
+
+    params: SamplingParams
+    asked: float
+    outputs: dict[int, RequestOutput]
+    times: dict[int, float]
+
+
 class Gate:
     """Middleware that reads the whole body first, runs the app, and cancels it when the client disconnects.
 
-    on_end: called with the log of every request.
+    on_end: called with the scope and the log of every request. The scope's state has `began` (time of day), `arrived`
+    (`perf_counter`) and, if the request generated, `generation`.
     """
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, on_end: Callable[[RequestLog], None]) -> None:
+    def __init__(self, app: ASGIApp, config: ServeConfig, on_end: Callable[[Scope, RequestLog], None]) -> None:
         self.app, self.config, self._on_end = app, config, on_end
         self._hosts = HostRules(config)
 
@@ -115,7 +132,7 @@ class Gate:
                 LOG.exception("request %s failed", log.id)
         finally:
             log.seconds = time.perf_counter() - arrived
-            self._on_end(log)
+            self._on_end(scope, log)
             LOG.info("%s", log.line(self.config.log_format))
 
     async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:

@@ -24,7 +24,7 @@ from paged.serving.grammar.structured import GrammarCompiler, GrammarLimitError
 from paged.serving.http.adapters import Adapters
 from paged.serving.http.config import ServeConfig
 from paged.serving.http.errors import ApiError
-from paged.serving.http.gate import RequestLog
+from paged.serving.http.gate import Generation, RequestLog
 from paged.serving.http.kv_events import KvEventPublisher
 from paged.serving.http.metrics import ServerMetrics
 from paged.serving.http.schemas import Grammar, Sampling
@@ -299,6 +299,7 @@ class Service:
         ended: dict[int, str] = {}
         last: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}  # time of the newest tokens, by prompt
+        request.state.generation = Generation(params, time.perf_counter(), last, times)
         try:
             async with aclosing(_merged(runs)) as outputs:
                 async for number, output in outputs:

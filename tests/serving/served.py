@@ -51,6 +51,8 @@ def serving(
     folder: Path | ModelExecutor,
     engine_config: EngineConfig | None = None,
     tokenizer: ChatTokenizer | None = None,
+    *,
+    spans: Any = None,
     **options: Any,
 ) -> Iterator[Served]:
     """Serve a folder, or an executor with a tokenizer; at the end the engine holds nothing."""
@@ -72,7 +74,7 @@ def serving(
             service = Service(
                 running, tokenizer, config, getattr(executor, "default_sampling_params", SamplingParams()), vision
             )
-            gate = make_app(service)
+            gate = make_app(service, spans)
             server, port = Server(gate, config), listener.getsockname()[1]
             found.append(Served(port, engine, service, server, gate.app, asyncio.get_running_loop()))
             begun.set()
