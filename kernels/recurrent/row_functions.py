@@ -180,7 +180,7 @@ def write_state(slots, slot, S, head, offs_k, offs_v, K: tl.constexpr, V: tl.con
     if slots.state_scale_ptr is not None:
         scale_ptrs = slots.state_scale_ptr + slot * slots.stride_state_scale_slot + head * V + offs_v
         not_finite = tl.sum(S * 0.0, axis=0)
-        inverse = store_row_scales(scale_ptrs, tl.max(tl.abs(S), axis=0), not_finite, offs_v < V)
+        inverse = store_row_scales(scale_ptrs, tl.max(tl.abs(S), axis=0), not_finite, offs_v < V, "int8")
         tl.store(ptrs, round_to_int8(S * inverse[None, :]), mask)
     else:
         tl.store(ptrs, S.to(slots.state_ptr.dtype.element_ty), mask)
