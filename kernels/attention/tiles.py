@@ -191,7 +191,6 @@ PREFILL: dict[str, tuple[Row, ...]] = {
         Row(128, 128, 8, 3, by_tma=True, width=256, scores=False, boxed=True, chips=("sm_90", "cpu")),
         Row(128, 64, 8, 3, by_tma=True, width=256),  # 210 registers, 128 KB of shared memory
         Row(64, 16, 8, 3, width=512, scores=True, kinds=_INT8),  # 64 x 32 would spill 32 registers
-        Row(64, 16, 8, 3, width=512, kinds=_NVFP4, chips=("sm_90",)),  # 64 x 32 would spill 58 registers
         Row(64, 32, 8, 3, width=512, kinds=_INT8),  # 128 x 32 would spill 29 registers
         # Keys of 192 and values of 128 elements: 235 registers, 213 KB of shared memory.
         Row(128, 64, 8, 3, by_tma=True, width=512, v_width=256, scores=False, kinds=_PLAIN),
