@@ -268,8 +268,7 @@ PREFILL_FLOAT32: dict[str, tuple[Row, ...]] = {
 # Tiles of latents. The sums of 64 rows of 512 elements take 128 registers of a thread in 8 warps, and their queries 72
 # KB of shared memory. So one program fills an SM. Codes with scales ("packed", "record" and e4m3) pass through
 # registers in float32, so their tiles have fewer rows: 64 rows of e4m3 would spill 75 registers. 64 rows of records
-# would spill in the loop of a window: 132 times of 1,288 instructions on sm_90, 28 of 910 on sm_100, 1,205 on sm_80,
-# and 32 rows 218 times on sm_120. See limits.md.
+# would spill in the loop of a window: 133 times of 1,274 instructions on sm_90. limits.md has other targets.
 LATENTS: dict[str, tuple[Row, ...]] = {
     # sm_90 takes 64 keys at once, because with 32 keys it would read the queries from shared memory twice as often for
     # each key. sm_100 takes 32 keys, because tcgen05 needs a copy of the latents in shared memory. See limits.md.
@@ -305,7 +304,7 @@ LATENTS: dict[str, tuple[Row, ...]] = {
     "gfx": (
         Row(16, 16, 4, 1, rows=16, kinds=_PACKED),
         Row(32, 16, 4, 1, rows=32, kinds=("record",)),
-        Row(64, 16, 4, 1, kinds=("record",)),  # 292 registers, all 64 KB of LDS
+        Row(64, 16, 4, 1, kinds=("record",)),  # 284 registers, all 64 KB of LDS
         Row(16, 16, 4, 1, kinds=_PACKED),
         Row(16, 32, 4, 1, rows=16),
         Row(32, 16, 4, 1, rows=32),

@@ -92,7 +92,7 @@ class BlockCopy:
         """Copy block source over block destination in every cache.
 
         block_pairs: int64 [num_pairs, 2] on the caches' device, not checked. No destination appears twice, or is a
-        source in the same cache.
+        source in the same cache, but for pairs of equal blocks, which Triton skips.
         """
         if block_pairs.shape[0] == 0 or self._words_per_block == 0:
             return
