@@ -16,7 +16,7 @@ from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.models.layers.compressed_cache import compressed_groups, has_records, num_cache_layers, whole_pools
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
-from paged.models.layers.recurrent_config import RecurrentConfig
+from paged.models.layers.recurrent_config import EngramConfig, NgramConfig, RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
 from paged.models.parallel.ranks import Ranks
 
@@ -51,7 +51,8 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     """
     if config.attention[0].compressed is not None:
         dtype = fields.get("dtype") or torch.get_default_dtype()
-        fields["groups"] = compressed_groups(config.attention, dtype, fields["block_size"])
+        keeps_ids = any(isinstance(ngrams, EngramConfig) for ngrams in config.ngrams)
+        fields["groups"] = compressed_groups(config.attention, dtype, fields["block_size"], keeps_ids=keeps_ids)
         num_layers = num_cache_layers(config.attention)
         return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
@@ -96,7 +97,7 @@ def _ngram_rows(config: DecoderConfig) -> tuple[ConvSpec, ...]:
     """Return what layers with n-grams keep of earlier tokens: rows of a convolution over all streams, and token ids."""
     convs: list[ConvSpec] = []
     for index, ngrams in enumerate(config.ngrams):
-        if ngrams is not None:
+        if isinstance(ngrams, NgramConfig):
             assert config.streams is not None
             channels = config.streams.count * config.hidden_size
             convs.append(ConvSpec(2 * config.num_layers + index, channels, ngrams.span))

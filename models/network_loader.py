@@ -20,6 +20,7 @@ from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.latent_attention import UpProjection
 from paged.models.layers.recurrent_config import (
     HASH_NUMBERS,
+    EngramConfig,
     GatedDeltaConfig,
     KimiDeltaConfig,
     NgramConfig,
@@ -54,8 +55,11 @@ _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\."
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
 _FUSED_MLP = re.compile(r"model\.layers\.\d{1,9}\.(?:\w+\.)+gate_up_proj\.weight")
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
-# Tensors of Qwen4-Exp that serve statistics, or that its authors' code makes and does not read.
-_UNUSED = re.compile(r"\.ple_embedding\.(?:hashstats_\w+|token_lookup)\Z|\bmodel\.norm\.block_inject_weight\.")
+# Tensors of Qwen4-Exp that serve statistics, or that its authors' code makes and does not read; and those that choose
+# experts for pictures in DeepSeek-V4.1.
+_UNUSED = re.compile(
+    r"\.ple_embedding\.(?:hashstats_\w+|token_lookup)\Z|\bmodel\.norm\.block_inject_weight\.|\.gate\.bias_vl\Z"
+)
 _BODY_MODULE = re.compile(r"model\.\w+\.(?:weight|bias)\w*|model\.rotary_emb\.alpha")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -162,10 +166,10 @@ def with_stored_layout(config: DecoderConfig, stored: StoredTensors) -> DecoderC
     fused_mlp = config.fused_mlp
     if fused_mlp is None:
         fused_mlp = any(map(_FUSED_MLP.fullmatch, stored))
-    ngrams: list[NgramConfig | None] = []
+    ngrams: list[NgramConfig | EngramConfig | None] = []
     for layer, ngram in enumerate(config.ngrams):
         prefix = f"model.layers.{layer}.ple.ple_embedding"
-        if ngram is not None:
+        if isinstance(ngram, NgramConfig):
             stored_hash = tuple(name for name in HASH_NUMBERS if f"{prefix}.{name}" in stored)
             ngram = replace(ngram, stored_hash=stored_hash)
             if f"{prefix}.ngram_embedding.weight" in stored:

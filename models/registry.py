@@ -25,6 +25,7 @@ from paged.models.families.cohere import COHERE
 from paged.models.families.config_keys import refuse_unread, unknown_keys, unread_keys
 from paged.models.families.deepseek import DEEPSEEK, DEEPSEEK_PARTS
 from paged.models.families.deepseek_v4 import DeepseekV4
+from paged.models.families.deepseek_v41 import DeepseekV41
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.dense import DENSE, DENSE_PARTS
 from paged.models.families.dots3 import Dots3Note
@@ -96,16 +97,13 @@ ALIASES = {
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 
-# Architecture that is known, but not supported -> the reason. transformers' own module is not tried either.
-_LACKING = {
-    "DeepseekV41ForCausalLM": "DeepSeek-V4.1 has pools of 1 and 2 tokens, layers that read another layer's entries and "
-    "choice, a choice in two levels, and tables of n-grams; supported is DeepSeek-V4",
-}
-
 # model_type -> family that is only the text part of multimodal models.
 TEXT_PARTS = {
     family.model_type: family
-    for family in (*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS, *KIMI_PARTS, MistralLarge4)
+    for family in (
+        *(*DENSE_PARTS, *EXPERT_PARTS, *SIGMOID_PARTS, *DEEPSEEK_PARTS, *KIMI_PARTS),
+        *(DeepseekV41, MistralLarge4),
+    )
 }
 
 # Largest number of config.json keys that an error message lists.
@@ -211,6 +209,7 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
                 track=track,
                 draft_prefix=draft_prefix,
             )
+            network.read_folder(folder)
     if load_options.draft is not None:
         network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, device, track)
     kv_config = sized_cache_config(_with_draft_layer(network), dtype, cache_dtypes, max_seq_len, load_options, ranks)
@@ -380,9 +379,6 @@ def known_architectures() -> tuple[str, ...]:
 
 def _of_architecture(hf: HfConfig, names: list[str]) -> type[Network]:
     known_types = {family.model_type for family in ARCHITECTURES.values()}
-    for name in names:
-        if name in _LACKING:
-            raise UnsupportedError(f"{hf.source}: {_LACKING[name]}")
     full_names = [ALIASES.get(name, name) for name in names]
     known_names = [name for name in full_names if name in ARCHITECTURES]
     if not known_names:

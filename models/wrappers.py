@@ -19,6 +19,7 @@ class UnknownArchitectureError(UnsupportedError):
 
 # Multimodal architecture -> type of its text model if text_config does not name it. Other architectures need no entry.
 WRAPPERS = {
+    "DeepseekV41ForCausalLM": "deepseek_v41_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
     "Gemma4ForConditionalGeneration": "gemma4_text",
     "Glm4vForConditionalGeneration": "glm4v_text",

@@ -31,7 +31,7 @@ _OLDER_RATES = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
 _HASHED, _ROUTED = "hash_moe", "moe"
 _EXPERT_DTYPES = ("fp4", "fp8")
 # Only these values are supported; transformers has most of them built in.
-_BUILT_IN = {
+BUILT_IN = {
     "attention_bias": False,
     "mlp_bias": False,
     "n_shared_experts": 1,
@@ -43,7 +43,7 @@ _BUILT_IN = {
     "vision_n_layers": 0,
 }
 # Published names, names as transformers saves them, and those of its parameters -> names here.
-_RENAMES = {
+RENAMES = {
     r"^(?=(?:layers|norm|embed|hc_head_\w+)\b)": "model.",
     r"^model\.embed\.": "model.embed_tokens.",
     r"^head\.": "lm_head.",
@@ -75,7 +75,7 @@ class DeepseekV4(Network):
     """DeepSeek-V4 (DeepSeek-AI, 2026), Flash and full."""
 
     model_type = "deepseek_v4"
-    renames = _RENAMES
+    renames = RENAMES
     layer_class = StreamsLayer
 
     def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
@@ -84,7 +84,7 @@ class DeepseekV4(Network):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        main, compressed = _rotations(hf)
+        main, compressed = rotations(hf)
         config = decoder_config(hf, **_deepseek_v4(hf, main, compressed))
         # The multi-token layer has a window alone.
         last = config.attention[-1]
@@ -102,67 +102,85 @@ class DeepseekV4(Network):
 
 
 def _deepseek_v4(hf: HfConfig, main: RopeConfig, compressed: RopeConfig) -> dict[str, Any]:
-    for key, known in _BUILT_IN.items():
-        hf.choice(key, known)
-    hf.choice("hidden_act", *CONV_ACTIVATIONS)
-    head_dim, num_heads = hf.integer("head_dim"), hf.integer("num_attention_heads")
-    rope_dim, kinds = _rope_dim(hf), _kinds(hf)
-    num_groups = hf.integer("o_groups")
-    if num_heads % num_groups:
-        raise CheckpointError(f"{hf.source}: num_attention_heads {num_heads}, expected a multiple of {num_groups}")
-    sizes = CompressedConfig(
-        q_rank=hf.integer("q_lora_rank"),
-        rope_dim=rope_dim,
-        pool_size=0,
-        index=None,
-        num_groups=num_groups,
-        group_rank=hf.integer("o_lora_rank"),
-    )
-    rates, window = _pool_sizes(hf), hf.integer("sliding_window")
+    fields, sizes, kinds = shared_fields(hf), window_sizes(hf), _kinds(hf)
+    rates, window = _pool_sizes(hf), fields["window"]
     if window <= rates[_SPARSE]:
         raise UnsupportedError(
             f"{hf.source}: sliding_window {window}, expected more than the {rates[_SPARSE]} positions of a pool that "
             "the next pool overlaps"
         )
-    index = IndexConfig(
-        hf.integer("index_n_heads"),
-        hf.integer("index_head_dim", minimum=rope_dim),
-        hf.integer("index_topk"),
-        interleaved=True,
-        pool_size=rates[_SPARSE],
-    )
     of_kind = {
         _WINDOW: sizes,
-        _SPARSE: replace(sizes, pool_size=rates[_SPARSE], index=index),
+        _SPARSE: replace(sizes, pool_size=rates[_SPARSE], index=indexer(hf, rates[_SPARSE])),
         _HEAVY: replace(sizes, pool_size=rates[_HEAVY]),
     }
     ropes = {_WINDOW: main, _SPARSE: compressed, _HEAVY: compressed}
-    streams = StreamsConfig(
-        count=hf.integer("hc_mult"),
-        eps=hf.number("hc_eps"),
-        num_iterations=hf.integer("hc_sinkhorn_iters"),
-        has_head=True,
-    )
-    return {
-        "num_heads": num_heads,
-        "num_kv_heads": 1,
-        "head_dim": head_dim,
-        "softmax_scale": head_dim**-0.5,
-        "window": window,
+    return fields | {
         "rope": tuple(ropes[kind] for kind in kinds),
         "compressed": tuple(of_kind[kind] for kind in kinds),
-        "activation": "silu_10",
         "moe": _experts(hf),
-        "intermediate_size": hf.integer("moe_intermediate_size"),
-        "streams": streams,
-        "before_attention": "attn_norm",
-        "before_mlp": "ffn_norm",
+        "streams": streams_config(hf, has_head=True),
         "num_mtp_layers": hf.integer("num_nextn_predict_layers", minimum=0),
-        "quantization": _quantization(hf),
     }
 
 
-def _quantization(hf: HfConfig) -> Quantization | None:
+def shared_fields(hf: HfConfig) -> dict[str, Any]:
+    """Return the fields that DeepSeek-V4 and V4.1 read alike."""
+    for key, known in BUILT_IN.items():
+        hf.choice(key, known)
+    hf.choice("hidden_act", *CONV_ACTIVATIONS)
+    head_dim = hf.integer("head_dim")
+    return {
+        "num_heads": hf.integer("num_attention_heads"),
+        "num_kv_heads": 1,
+        "head_dim": head_dim,
+        "softmax_scale": head_dim**-0.5,
+        "window": hf.integer("sliding_window"),
+        "activation": "silu_10",
+        "intermediate_size": hf.integer("moe_intermediate_size"),
+        "before_attention": "attn_norm",
+        "before_mlp": "ffn_norm",
+        "quantization": expert_quantization(hf),
+    }
+
+
+def window_sizes(hf: HfConfig) -> CompressedConfig:
+    """Return the sizes of a layer with a window alone."""
+    num_heads, num_groups = hf.integer("num_attention_heads"), hf.integer("o_groups")
+    if num_heads % num_groups:
+        raise CheckpointError(f"{hf.source}: num_attention_heads {num_heads}, expected a multiple of {num_groups}")
+    return CompressedConfig(
+        q_rank=hf.integer("q_lora_rank"),
+        rope_dim=rope_dim_of(hf),
+        pool_size=0,
+        index=None,
+        num_groups=num_groups,
+        group_rank=hf.integer("o_lora_rank"),
+    )
+
+
+def indexer(hf: HfConfig, pool_size: int) -> IndexConfig:
+    """Return the indexer of entries of `pool_size` positions."""
+    return IndexConfig(
+        hf.integer("index_n_heads"),
+        hf.integer("index_head_dim", minimum=rope_dim_of(hf)),
+        hf.integer("index_topk"),
+        interleaved=True,
+        pool_size=pool_size,
+    )
+
+
+def streams_config(hf: HfConfig, *, has_head: bool) -> StreamsConfig:
+    """Return the residual streams."""
+    return StreamsConfig(
+        count=hf.integer("hc_mult"),
+        eps=hf.number("hc_eps"),
+        num_iterations=hf.integer("hc_sinkhorn_iters"),
+        has_head=has_head,
+    )
+
+
+def expert_quantization(hf: HfConfig) -> Quantization | None:
     """Return the format of packed weights. Published are e4m3 in blocks of 128 x 128, and experts in MXFP4 or as these.
 
     Pools are never packed.
@@ -181,7 +199,7 @@ def _quantization(hf: HfConfig) -> Quantization | None:
     return replace(quantization, rules=(*rules, *quantization.rules))
 
 
-def _rope_dim(hf: HfConfig) -> int:
+def rope_dim_of(hf: HfConfig) -> int:
     """Return how many numbers of a head rotate. The share of a head, if given, takes precedence as in transformers."""
     head_dim = hf.integer("head_dim")
     rope_dim = hf.integer("qk_rope_head_dim", head_dim // 8)
@@ -224,9 +242,9 @@ def _pool_sizes(hf: HfConfig) -> dict[str, int]:
     return sizes
 
 
-def _rotations(hf: HfConfig) -> tuple[RopeConfig, RopeConfig]:
+def rotations(hf: HfConfig) -> tuple[RopeConfig, RopeConfig]:
     """Return the rotations of layers without and with entries; scaling applies to layers with entries alone."""
-    share = _rope_dim(hf) / hf.integer("head_dim")
+    share = rope_dim_of(hf) / hf.integer("head_dim")
     theta, compress_theta = hf.number("rope_theta"), hf.number("compress_rope_theta")
     section = rope_section(hf)
     main, compressed = section.section("main"), section.section("compress")
@@ -249,9 +267,9 @@ def _rotation(hf: HfConfig, section: HfConfig, theta: float, share: float) -> Ro
     return replace(rope, fraction=1.0, interleaved=True)
 
 
-def _experts(hf: HfConfig) -> tuple[MoeConfig, ...]:
-    """Return the experts of each layer. In the first layers the token id chooses them."""
-    routed = moe_config(
+def routed_experts(hf: HfConfig) -> MoeConfig:
+    """Return the experts of a layer that chooses them by score."""
+    return moe_config(
         hf,
         size_key="moe_intermediate_size",
         count_key="n_routed_experts",
@@ -265,6 +283,11 @@ def _experts(hf: HfConfig) -> tuple[MoeConfig, ...]:
         up_name="w3",
         down_name="w2",
     )
+
+
+def _experts(hf: HfConfig) -> tuple[MoeConfig, ...]:
+    """Return the experts of each layer. In the first layers the token id chooses them."""
+    routed = routed_experts(hf)
     hashed = replace(routed, correction_bias=None, token_table="gate.tid2eid")
     num_layers, num_hashed = count_layers(hf), hf.integer("num_hash_layers", minimum=0)
     kinds = hf.items("mlp_layer_types", str)

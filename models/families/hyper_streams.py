@@ -88,7 +88,7 @@ class StreamsLayer(DecoderLayer):
 
 
 class StreamsNorm(RmsNorm):
-    """The final norm, of the mean of all streams or of their weighted sum."""
+    """The final norm: of the mean of all streams, or of their sum with its own weights or those of the last part."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.norms)
@@ -103,7 +103,11 @@ class StreamsNorm(RmsNorm):
             normed, streams = self.head(residual, self, x)
             return normed, streams.streams
         joined = residual.closed(x)
-        normed, _ = super().forward(joined.mean(1))
+        if residual.weights is None:
+            mixed = joined.mean(1)
+        else:
+            mixed = (residual.weights.unsqueeze(-1) * joined).sum(1).to(joined.dtype)
+        normed, _ = super().forward(mixed)
         return normed, joined
 
     def destinations(self, prefix: str) -> Destinations:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -61,8 +62,8 @@ _RECURRENT_LAYERS: Mapping[type, Callable[..., RecurrentLayer]] = {
     Rwkv7Config: Rwkv7TimeMix,
     ShortConvConfig: ShortConv,
 }
-# Modules of Gemma 4 whose names are absent from tensor names in a checkpoint.
-_OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?)\b")
+# Modules of Gemma 4 and DeepSeek-V4.1 whose names are absent from tensor names in a checkpoint.
+_OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?|latent_pool)\b")
 
 
 class DecoderLayer(nn.Module):
@@ -318,6 +319,9 @@ class Network(nn.Module):
     def num_sums(cls, config: DecoderConfig) -> int:
         """Return the number of all-reduces in a step: for the embeddings, and in every layer."""
         return 1 + sum(cls.layer_class.num_sums(config, index) for index in range(config.num_layers))
+
+    def read_folder(self, folder: Path) -> None:
+        """Read what the network needs of a checkpoint's folder beside its configuration and weights."""
 
     def join(self, ranks: Ranks) -> None:
         """Let the layers sum the results of all ranks; `ranks` must match `share`."""

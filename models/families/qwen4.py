@@ -51,7 +51,7 @@ class _Qwen4Layer(StreamsLayer):
         super().__init__(config, index)
         self.ple: NgramLayer | None = None
         ngrams = config.ngrams[index]
-        if ngrams is not None:
+        if isinstance(ngrams, NgramConfig):
             self.ple = NgramLayer(config, ngrams)
 
     def forward(
@@ -167,7 +167,7 @@ def _ngrams(hf: HfConfig, kinds: Sequence[str]) -> tuple[NgramConfig | None, ...
             raise UnsupportedError(
                 f"{hf.source}: ple_layer_ids has {layer + 1}, expected a linear_attention layer from 1 to {num_layers}"
             )
-    primes = _primes_from(first_rows)
+    primes = primes_from(first_rows)
     ngrams: list[NgramConfig | None] = [None] * num_layers
     for index, layer in enumerate(layers):
         table_sizes = tuple(islice(primes, num_heads))  # no two heads of the model have the same size
@@ -202,7 +202,7 @@ def _splitmix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _primes_from(start: int) -> Iterator[int]:
+def primes_from(start: int) -> Iterator[int]:
     """Yield the primes that are at least `start`."""
     number = max(start, 2)
     while True:

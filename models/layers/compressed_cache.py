@@ -54,6 +54,11 @@ def entry_indices(attention: Sequence[AttentionConfig]) -> dict[int, range]:
     return indices
 
 
+def token_ids_index(attention: Sequence[AttentionConfig]) -> int:
+    """Return the index of the token ids in the layer of all entries, behind all others."""
+    return sum(map(len, entry_indices(attention).values()))
+
+
 def has_records(layer: AttentionConfig) -> bool:
     """Return whether rows and entries of a layer have the sizes of records, their form in 8 bits."""
     sizes = layer.compressed
@@ -62,10 +67,13 @@ def has_records(layer: AttentionConfig) -> bool:
     return sizes.record_bytes == MXFP8_BYTES or sizes.rope_dim == RECORD_ROPE
 
 
-def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, block_size: int) -> list[CacheGroup]:
+def compressed_groups(
+    attention: Sequence[AttentionConfig], dtype: torch.dtype, block_size: int, *, keeps_ids: bool = False
+) -> list[CacheGroup]:
     """Return the groups of a model whose layers all have `compressed`, in a cache of `dtype`.
 
-    They hold the entries, the rows of windows, with and without borders, and the rows of open pools.
+    They hold the entries, the rows of windows, with and without borders, and the rows of open pools. keeps_ids: whether
+    each position has its token id beside the entries, as a number of 32 bits.
     """
     first = attention[0]
     head_dim, window, row_size = first.head_dim, first.window, first.head_dim
@@ -90,6 +98,8 @@ def compressed_groups(attention: Sequence[AttentionConfig], dtype: torch.dtype, 
             entries.append(Entries(sizes.pool_size, sizes.index.key_size(dtype)))
         if sizes.num_earlier_rows:
             parts.append(OpenPart((open_layer(attention, index),), sizes.row_size(head_dim), sizes.num_earlier_rows))
+    if keeps_ids:
+        entries.append(Entries(1, 4 // dtype.itemsize))
     groups: list[CacheGroup] = []
     if entries:
         groups.append(EntriesGroup((entries_layer(attention),), entries=entries))

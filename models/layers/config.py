@@ -8,7 +8,7 @@ import torch
 
 from paged.errors import UnsupportedError
 from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, RECORD_BYTES
-from paged.models.layers.recurrent_config import NgramConfig, RecurrentConfig
+from paged.models.layers.recurrent_config import EngramConfig, NgramConfig, RecurrentConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.quantization.layouts import Quantization
 
@@ -490,7 +490,7 @@ class DecoderConfig:
     residual_scale: float = 1.0
     snapshot_period: int = 0
     streams: StreamsConfig | GatedStreamsConfig | None = None
-    ngrams: tuple[NgramConfig | None, ...] = ()
+    ngrams: tuple[NgramConfig | EngramConfig | None, ...] = ()
     logits_scale: float = 1.0
     logits_softcap: float = 0.0
     head_bias: bool = False

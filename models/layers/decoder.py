@@ -18,8 +18,8 @@ from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import LoraWeights
 from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.loading.weights import ConvertedDestination, Destinations
-from paged.models.quantization.layouts import ROUTER, Quantization
-from paged.models.quantization.packed_weights import CpuProducts, PackedWeights
+from paged.models.quantization.layouts import ROUTER, Quantization, Widened
+from paged.models.quantization.packed_weights import CpuProducts, PackedWeights, widening
 from paged.models.quantization.rounding import as_products
 
 # Least and largest number of rows that an MLP computes at once on a CPU, because more rows multiply faster.
@@ -51,6 +51,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
         self.packed: PackedWeights | CpuProducts | None = None
+        self.widened: Widened | None = None
         self.add_lora = Bound(add_lora, step="batch")
 
     @property
@@ -83,7 +84,9 @@ class Linear(nn.Module):
         """
         names = self._names(prefix)
         layout = quantization.common_layout(names)
-        if layout is not None:
+        if isinstance(layout, Widened):
+            self.widened = layout
+        elif layout is not None:
             for name, size in zip(names, self.sizes, strict=True):
                 layout.check(name, size, self.in_features)
             self.packed = PackedWeights(layout, self.in_features, self.sizes)
@@ -148,8 +151,11 @@ class Linear(nn.Module):
             destinations = self.packed.destinations(names)
         start = 0
         for name, size in zip(names, self.sizes, strict=True):
-            if self.packed is None:
+            if self.packed is None and self.widened is None:
                 destinations[f"{name}.weight"] = self.weight[start : start + size]
+            elif self.widened is not None:
+                for end, destination in widening(self.widened, self.weight[start : start + size]).items():
+                    destinations[f"{name}.{end}"] = destination
             if self.bias is not None:
                 destinations[f"{name}.bias"] = self.bias[start : start + size]
             start += size

@@ -22,15 +22,18 @@ class OpenStreams(NamedTuple):
     Attributes:
         streams: [T, N, hidden_size].
         joins: gains of the output and shares of the streams, see `mix_streams`; None if no part runs.
+        weights: of the streams in the next part's input, float32 [T, N]; None if that part makes its own.
     """
 
     streams: torch.Tensor
     joins: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
 
     def rows(self, rows: torch.Tensor) -> OpenStreams:
-        """Return these rows of both tensors."""
+        """Return these rows of all tensors."""
         assert self.joins is not None
-        return OpenStreams(self.streams[rows], self.joins[rows])
+        weights = None if self.weights is None else self.weights[rows]
+        return OpenStreams(self.streams[rows], self.joins[rows], weights)
 
     def closed(self, output: torch.Tensor) -> torch.Tensor:
         """Return the new streams, [T, N, hidden_size]. output: the part's, [T, hidden_size]."""
@@ -83,12 +86,16 @@ class HyperConnection(nn.Module):
             self.base,
             self.scale,
             norm.weight,
+            weights=before.weights,
             eps=self.eps,
             norm_eps=self.norm_eps,
             magnitude=self.magnitude,
             num_iterations=self.num_iterations,
         )
-        return x, OpenStreams(joined, joins)
+        if before.weights is None:
+            return x, OpenStreams(joined, joins)
+        count = joined.shape[1]
+        return x, OpenStreams(joined, joins[:, count:], joins[:, :count])
 
     def destinations(self, parent: str) -> Destinations:
         """Return the three tensors; parent: name of the module that has them."""
@@ -134,9 +141,8 @@ class GatedResidual(nn.Module):
     ) -> tuple[torch.Tensor, OpenStreams]:
         """Return the input of the next part and the streams, as `HyperConnection.forward`. norm: None."""
         operation = self.gate if output is None else self.join_and_gate
-        streams, gains = before
         x, joined, next_gains = operation(
-            streams, output, gains, self.norm.weight, self.down, self.up, eps=self.norm.eps
+            before.streams, output, before.joins, self.norm.weight, self.down, self.up, eps=self.norm.eps
         )
         return x, OpenStreams(joined, next_gains)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,28 @@ from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.hyper_connection import StreamsRmsNorm
-from paged.models.layers.recurrent_config import HASH_NUMBERS, NgramConfig
+from paged.models.layers.recurrent_config import HASH_NUMBERS, HashedTables, NgramConfig
 from paged.models.loading.host_weights import HostWeights, seen_from
 from paged.models.loading.weights import ConvertedDestination, Destinations
+
+
+class RowHash:
+    """Names a row of each head's table for the last tokens: (id_0 m_0) xor (id_1 m_1) ..., modulo the table's rows."""
+
+    def __init__(self, tables: HashedTables, device: torch.device) -> None:
+        self.multipliers = tables.multipliers
+        heads_per_order = len(tables.table_sizes) // (tables.order - 1)
+        self.sizes = torch.tensor(tables.table_sizes, device=device).split(heads_per_order)
+        self.offsets = torch.tensor(tables.table_offsets, device=device).split(heads_per_order)
+
+    def rows(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the rows, int64 [T, heads]. tokens: int64 [T] each: a token's id, that of the token before, ..."""
+        mixed = tokens[0] * self.multipliers[0]
+        rows: list[torch.Tensor] = []
+        for shift, (sizes, offsets) in enumerate(zip(self.sizes, self.offsets, strict=True), 1):
+            mixed = mixed ^ (tokens[shift] * self.multipliers[shift])
+            rows.append(mixed[:, None] % sizes + offsets)
+        return torch.cat(rows, -1)
 
 
 class NgramHash:
@@ -42,9 +62,7 @@ class NgramHash:
         # Channel s - 1 has the token s positions earlier; the last of `order` taps is the token's own.
         self.taps = torch.eye(shifts, device=device).flip(1)
         self.taps = functional.pad(self.taps, (0, 1))  # [shifts, order]
-        heads_per_order = len(config.table_sizes) // shifts
-        self.sizes = torch.tensor(config.table_sizes, device=device).split(heads_per_order)
-        self.offsets = torch.tensor(config.table_offsets, device=device).split(heads_per_order)
+        self.hash = RowHash(config, device)
 
     def rows(self, input_ids: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
         """Return each head's row for each token, int64 [T, heads]. input_ids: [T]."""
@@ -54,15 +72,13 @@ class NgramHash:
         stored = own[:, None].repeat(1, shifts)  # [T, shifts]
         earlier = self.causal_conv1d(stored, self.taps, None, self.state, batch=batch, activation=None)
         tokens = earlier.long() + config.separator  # [T, shifts]
-        mixed = input_ids.long() * config.multipliers[0]
-        is_beyond = torch.zeros_like(mixed, dtype=torch.bool)  # whether a separator was passed
-        rows: list[torch.Tensor] = []
+        last = [input_ids.long()]
+        is_beyond = torch.zeros_like(input_ids, dtype=torch.bool)  # whether a separator was passed
         for shift in range(shifts):
             token = tokens[:, shift].masked_fill(is_beyond, config.separator)
             is_beyond = token == config.separator
-            mixed = mixed ^ (token * config.multipliers[shift + 1])
-            rows.append(mixed[:, None] % self.sizes[shift] + self.offsets[shift])
-        return torch.cat(rows, -1)
+            last.append(token)
+        return self.hash.rows(last)
 
 
 class NgramTables(HostWeights):
@@ -71,7 +87,7 @@ class NgramTables(HostWeights):
     def __init__(self, config: NgramConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = empty_parameter(config.num_rows, config.size // len(config.table_sizes))
+        self.weight = empty_parameter(config.num_rows, config.head_size)
         self.seen = torch.empty(0)
 
     def see_from(self, device: torch.device) -> None:
@@ -134,9 +150,7 @@ class NgramLayer(nn.Module):
         keys, values = self.kv_proj(self.tables(rows)).split_with_sizes(self.sizes, -1)  # [T, N * D], [T, D]
         keys, _ = self.key_norm(keys.view_as(streams))
         queries, _ = self.query_norm(streams)
-        scores = (keys * queries).sum(-1, keepdim=True) / math.sqrt(streams.shape[-1])  # [T, N, 1]
-        gates = (scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).sigmoid()
-        gated = gates * values[:, None]  # [T, N, D]
+        gated = stream_gates(keys, queries) * values[:, None]  # [T, N, D]
         normed, _ = self.conv_norm(gated)
         convolved = self.causal_conv1d(normed.flatten(1), self.conv_weight, None, self.state, batch=batch)
         features: torch.Tensor = gated + convolved.view_as(gated)
@@ -155,6 +169,12 @@ class NgramLayer(nn.Module):
         shape = torch.Size([len(weight), 1, self.config.conv_width])
         destinations[f"{prefix}.conv1d.weight"] = ConvertedDestination(shape, weight.dtype, spread)
         return destinations
+
+
+def stream_gates(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """Return how much of a value each stream takes, [T, N, 1]. keys, queries: normalised, [T, N, D]."""
+    scores = (keys * queries).sum(-1, keepdim=True) / math.sqrt(keys.shape[-1])
+    return (scores.abs().clamp_min(1e-6).sqrt() * scores.sign()).sigmoid()
 
 
 def _expected(name: str, numbers: tuple[int, ...]) -> ConvertedDestination:

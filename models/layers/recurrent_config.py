@@ -182,29 +182,51 @@ HASH_NUMBERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_off
 
 
 @dataclass(frozen=True, kw_only=True)
-class NgramConfig:
-    """Features of a token and those before it, from hashed tables: the per-layer embedding of Qwen4-Exp (Qwen, 2026).
-
-    For each n from 2 to `order`, several heads hash the last n tokens to a row of a table of their own.
+class HashedTables:
+    """Tables of n-grams. For each n from 2 to `order`, several heads hash the last n tokens to a row of their table.
 
     Attributes:
         order: largest n.
         size: elements of a token's rows of all heads.
-        conv_width: taps of the causal convolution, which are `order` tokens apart.
         table_sizes: rows that each head's hash may name; the heads of n = 2 come first.
         multipliers: factors of the hash for a token, the token before it, and so on.
         num_rows: rows of all tables in one tensor.
-        num_parts: parts of that tensor in a checkpoint; 0 if it is whole.
-        separator: token that ends a text. Tokens before it do not count, and it stands for missing tokens.
-        stored_hash: those of `HASH_NUMBERS` that a checkpoint stores; they must equal the numbers given here.
     """
 
     order: int
     size: int
-    conv_width: int
     table_sizes: tuple[int, ...]
     multipliers: tuple[int, ...]
     num_rows: int
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a row."""
+        return self.size // len(self.table_sizes)
+
+    @property
+    def num_table_elements(self) -> int:
+        """Elements of all tables."""
+        return self.num_rows * self.head_size
+
+    @property
+    def table_offsets(self) -> tuple[int, ...]:
+        """First row of each head's table."""
+        return tuple(accumulate(self.table_sizes[:-1], initial=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig(HashedTables):
+    """Features of a token and those before it: the per-layer embedding of Qwen4-Exp (Qwen, 2026).
+
+    Attributes:
+        conv_width: taps of the causal convolution, which are `order` tokens apart.
+        num_parts: parts of the tables' tensor in a checkpoint; 0 if it is whole.
+        separator: token that ends a text. Tokens before it do not count, and it stands for missing tokens.
+        stored_hash: those of `HASH_NUMBERS` that a checkpoint stores; they must equal the numbers given here.
+    """
+
+    conv_width: int
     num_parts: int
     separator: int
     stored_hash: tuple[str, ...] = ()
@@ -214,12 +236,15 @@ class NgramConfig:
         """Tokens from the convolution's first tap to its last."""
         return (self.conv_width - 1) * self.order + 1
 
-    @property
-    def num_table_elements(self) -> int:
-        """Elements of all tables."""
-        return self.num_rows * self.size // len(self.table_sizes)
 
-    @property
-    def table_offsets(self) -> tuple[int, ...]:
-        """First row of each head's table."""
-        return tuple(accumulate(self.table_sizes[:-1], initial=0))
+@dataclass(frozen=True, kw_only=True)
+class EngramConfig(HashedTables):
+    """Features of a token and those before it, hashed by what their texts have in common: Engram (DeepSeek-AI, 2026).
+
+    Attributes:
+        num_ids: number of ids that the tokens have in the hash, see `shared_ids`.
+        pad_token_id: token that stands for missing tokens.
+    """
+
+    num_ids: int
+    pad_token_id: int

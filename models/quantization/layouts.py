@@ -17,6 +17,8 @@ from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.quantization.name_patterns import NamePattern
 
 Tensors = Mapping[str, torch.Tensor]
+# Rows and columns of e4m3 weights that share a scale in `Widened`.
+WIDENED_BLOCK = 32
 
 
 class Stored(NamedTuple):
@@ -142,6 +144,32 @@ class EightBit(Layout):
         if self.has_input_scale:
             input_scale = tensors[self.input_scale_name].float()
         return QuantizedWeight(weight, scale, columns, quantizes_input=self.quantizes_input, input_scale=input_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widened(EightBit):
+    """e4m3 in blocks of 32 x 32 with a scale each, which become plain weights as they are read.
+
+    No kernel multiplies such blocks. A code times a power of two is exact in 16 bits. In DeepSeek-V4.1-Flash the
+    projections then take 14 GB in place of 7 of 310 GB.
+    """
+
+    form: str = "e4m3"
+    group_size: int = WIDENED_BLOCK
+
+    def stored(self, rows: int, columns: int) -> dict[str, Stored]:
+        block = self.group_size
+        scale = Stored((-(-rows // block), -(-columns // block)), self.scale_code, 0, block)
+        return {"weight": Stored((rows, columns), torch.float8_e4m3fn, 0), self.scale_name: scale}
+
+    def check(self, name: str, rows: int, columns: int) -> None:
+        """Accept all sizes: the last blocks may be smaller."""
+
+    def numbers(self, tensors: Tensors) -> torch.Tensor:
+        """Return the weights, float32 [rows, columns]."""
+        weight, block = tensors["weight"], self.group_size
+        scale = tensors[self.scale_name].float().repeat_interleave(block, 0).repeat_interleave(block, 1)
+        return weight.float() * scale[: len(weight), : weight.shape[1]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from paged.kernels.quantization.packing import E2M1_GROUPS, FP8_BLOCK, MXFP4_GRO
 from paged.kernels.quantization.quantized_linear import quantized_linear
 from paged.kernels.quantization.weight import QuantizedWeight
 from paged.models.loading.weights import ConvertedDestination, Destinations, PackedModule, without_ones
-from paged.models.quantization.layouts import Layout
+from paged.models.quantization.layouts import Layout, Widened
 
 # Number of codes that loading unpacks at once. The limit bounds memory, because each code temporarily takes 15 bytes.
 _MOST_CODES = 1 << 22
@@ -212,6 +212,23 @@ class CpuExperts(CpuProducts):
             num_weights += product.rows * product.columns
         super().__init__(products, num_weights)
         self.multiply = ExpertProducts(products, products[0].rows)
+
+
+def widening(layout: Widened, weight: torch.Tensor) -> Destinations:
+    """Return destinations by the ends of names; the last tensor to arrive fills plain `weight` [rows, columns]."""
+    stored = layout.stored(*weight.shape)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def take(end: str, tensor: torch.Tensor) -> None:
+        tensors[end] = tensor
+        if len(tensors) == len(stored):
+            weight.copy_(layout.numbers(tensors))
+            tensors.clear()
+
+    destinations: Destinations = {}
+    for end, tensor in stored.items():
+        destinations[end] = ConvertedDestination(torch.Size(tensor.shape), tensor.dtype, partial(take, end))
+    return destinations
 
 
 def experts_for_cpu(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> CpuExperts | torch.Tensor:

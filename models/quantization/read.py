@@ -16,7 +16,18 @@ from paged.kernels.quantization.packing import E2M1_GROUPS, FP8_BLOCK, NVFP4_GRO
 from paged.models.loading.checkpoint_files import is_there
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import FLOATING, Destination, StoredTensors, read_tensor
-from paged.models.quantization.layouts import Awq, EightBit, Fp4, Gptq, Layout, PackQuantized, Quantization, Rule
+from paged.models.quantization.layouts import (
+    WIDENED_BLOCK,
+    Awq,
+    EightBit,
+    Fp4,
+    Gptq,
+    Layout,
+    PackQuantized,
+    Quantization,
+    Rule,
+    Widened,
+)
 from paged.models.quantization.name_patterns import NamePattern, check_cost
 
 _MODELOPT_FILE = "hf_quant_config.json"
@@ -164,14 +175,20 @@ def _read_gptq(hf: HfConfig) -> list[Rule]:
 
 
 def _read_fp8(hf: HfConfig) -> list[Rule]:
-    """Read e4m3 in blocks of 128 x 128 as in DeepSeek-V3, or with one scale per projection."""
+    """Read e4m3 in blocks of 128 x 128 as in DeepSeek-V3 or of 32 x 32, or with one scale per projection."""
     hf.choice("fmt", "e4m3", "float8_e4m3fn")
     block = hf.value("weight_block_size")
-    if block not in (None, [FP8_BLOCK, FP8_BLOCK]):
-        raise UnsupportedError(f"{hf.source}: weight_block_size = {shown(block)} is not supported, known is [128, 128]")
+    if block not in (None, [FP8_BLOCK, FP8_BLOCK], [WIDENED_BLOCK, WIDENED_BLOCK]):
+        raise UnsupportedError(
+            f"{hf.source}: weight_block_size = {shown(block)} is not supported, known are [128, 128] and [32, 32]"
+        )
+    layout: EightBit
     if block:
-        # Activation scales are dynamic, one per 128 values of a token.
+        # Activation scales are dynamic, one per 128 or 32 values of a token.
         hf.choice("activation_scheme", "dynamic")
+    if block == [WIDENED_BLOCK, WIDENED_BLOCK]:
+        layout = Widened(scale_name="weight_scale_inv")
+    elif block:
         layout = EightBit(form="e4m3", group_size=FP8_BLOCK, scale_name="weight_scale_inv", quantizes_input=True)
     else:
         is_static = hf.choice("activation_scheme", "dynamic", "static") == "static"

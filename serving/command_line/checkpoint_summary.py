@@ -24,6 +24,8 @@ from paged.models.cache_sizes import (
 from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
+from paged.models.layers.engram import has_packed_tables, table_bytes
+from paged.models.layers.recurrent_config import EngramConfig
 from paged.models.loading.checkpoint_folder import missing_files
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import CacheDtype, keys_and_values
@@ -207,10 +209,9 @@ def _needs(
     if cache.recurrent is not None:
         cache = replace(cache, recurrent=replace(cache.recurrent, conv_dtype=dtype, state_dtype=state_dtype))
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)
-    num_table_elements = 0
+    host_bytes: int | None = None
     if isinstance(config, DecoderConfig):
-        num_table_elements = sum(ngrams.num_table_elements for ngrams in config.ngrams if ngrams is not None)
-    host_bytes = num_table_elements * dtype.itemsize or None
+        host_bytes = _host_bytes(config, dtype) or None
     kv_tokens = None
     if device_bytes is not None and cache.has_kv:
         kv_tokens = 0
@@ -231,6 +232,17 @@ def _needs(
     return needs._replace(state_bytes=cache.recurrent.state_bytes, conv_bytes=cache.recurrent.conv_bytes(dtype))
 
 
+def _host_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of all tables of n-grams."""
+    num_bytes = 0
+    for index, ngrams in enumerate(config.ngrams):
+        if isinstance(ngrams, EngramConfig):
+            num_bytes += table_bytes(ngrams, dtype, is_packed=has_packed_tables(config, index))
+        elif ngrams is not None:
+            num_bytes += ngrams.num_table_elements * dtype.itemsize
+    return num_bytes
+
+
 def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dtype, share: Share) -> tuple[int, int]:
     """Return parameters and bytes after loading. Plain weights are counted for one layer of each kind and multiplied.
 
@@ -240,7 +252,10 @@ def _loaded(network_class: type[Network], config: DecoderConfig, dtype: torch.dt
     if isinstance(config, ModuleConfig):
         parameters = sum(parameter.numel() for parameter in network_class(config).parameters())
         return parameters, parameters * dtype.itemsize
-    if config.quantization is not None:
+    has_sharing = any(
+        layer.compressed is not None and layer.compressed.sharing is not None for layer in config.attention
+    )
+    if config.quantization is not None or has_sharing:
         return _size(network_class, config, dtype, share)
     fields = ("attention", "moe", "intermediate_size", "recurrent", "ngrams", "attends")
     nothing: dict[str, Any] = dict.fromkeys(fields, ())

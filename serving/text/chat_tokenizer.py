@@ -7,25 +7,20 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paged.errors import CheckpointError, InvalidInputError, PagedError, SequenceTooLongError, UnsupportedError
+from paged.errors import InvalidInputError, SequenceTooLongError
 from paged.executors.text.detokenizer import Message
 from paged.folder_path import as_folder
-from paged.models.loading.checkpoint_files import read_text
 from paged.models.loading.hf_config import read_eos_token_ids
+from paged.models.loading.tokenizer_file import named, read_tokenizer
 from paged.serving.text.chat_template import ChatTemplate
 from paged.serving.text.special_tokens import SpecialTokens, encoded
-from paged.serving.text.tokenizer_limits import excess
-from paged.tools.printable import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 T = TypeVar("T")
-# Limits of tokenizer.json in bytes and JSON values. The largest known file has 33 MB.
-_MAX_BYTES, _MAX_VALUES = 64 << 20, 8_000_000
 # Texts up to this length in characters are encoded before their length is checked, because a tokenizer may drop spaces.
 _SHORT = 1 << 16
 _LONG_DECODING = 4096  # number of tokens whose decoding takes a millisecond
@@ -55,7 +50,7 @@ class ChatTokenizer:
         """
         folder = as_folder("path", path)
         template = ChatTemplate.read(folder)
-        return cls(_read_tokenizer(folder / "tokenizer.json"), template, read_eos_token_ids(folder))
+        return cls(read_tokenizer(folder / "tokenizer.json"), template, read_eos_token_ids(folder))
 
     @property
     def has_chat_template(self) -> bool:
@@ -82,7 +77,7 @@ class ChatTokenizer:
             return list(encoding.ids)
         ids, mask = encoding.ids, encoding.special_tokens_mask  # the mask is 1 for tokens added around the text
         before, after = mask.index(0), len(mask) - mask[::-1].index(0)
-        return [*ids[:before], *_named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
+        return [*ids[:before], *named(lambda: self._special.encode_plain(text), "text"), *ids[after:]]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens.
@@ -90,7 +85,7 @@ class ChatTokenizer:
         Raises:
             InvalidInputError: `token_ids` are not token ids, or the tokenizer fails.
         """
-        return _named(lambda: self._decoded(list(token_ids)), "token_ids")
+        return named(lambda: self._decoded(list(token_ids)), "token_ids")
 
     def render(self, messages: Sequence[Message], /, **options: Any) -> str:
         """Render the conversation as text; for options and errors see `ChatTemplate.render`."""
@@ -134,7 +129,7 @@ class ChatTokenizer:
             return expand(self.render(changed[0], **changed_options))
 
         literals = self.template.literals()
-        return _named(lambda: self._special.encode_rendered(text, encoding, values, render, literals), "messages")
+        return named(lambda: self._special.encode_rendered(text, encoding, values, render, literals), "messages")
 
     def _encoded(self, text: str, *, add_special_tokens: bool, longest: int | None) -> Encoding:
         if not isinstance(text, str):
@@ -143,7 +138,7 @@ class ChatTokenizer:
             raise InvalidInputError(f"text: {half[0]!r} at {half.start()} is half of a surrogate pair, expected both")
         if longest is not None and len(text) > max(_SHORT, longest * self._longest_token):
             raise SequenceTooLongError(f"text: {len(text)} characters, expected at most {longest} tokens")
-        encoding = _named(lambda: encoded(self.tokenizer, text, add_special_tokens=add_special_tokens), "text")
+        encoding = named(lambda: encoded(self.tokenizer, text, add_special_tokens=add_special_tokens), "text")
         if longest is not None and len(encoding) > longest:
             raise SequenceTooLongError(f"text: {len(encoding)} tokens, expected at most {longest}")
         return encoding
@@ -160,40 +155,4 @@ class ChatTokenizer:
 
     @cached_property
     def _special(self) -> SpecialTokens:
-        return _named(lambda: SpecialTokens(self.tokenizer), "text")
-
-
-def _named(call: Callable[[], T], name: str, kind: type[PagedError] = InvalidInputError) -> T:
-    """Call the tokenizer, converting its errors.
-
-    Raises:
-        `kind`: the tokenizer raises or panics.
-    """
-    try:
-        return call()
-    except PagedError:
-        raise
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a Rust panic is no `Exception`
-        raise kind(f"{name}: the tokenizer fails ({type(error).__name__}: {one_line(error, 500)})") from error
-
-
-def _read_tokenizer(file: Path) -> Tokenizer:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise UnsupportedError("texts need the tokenizers package: pip install 'paged[cli]'") from error
-    text = read_text(file, _MAX_BYTES, _MAX_VALUES)
-
-    def load() -> Tokenizer:
-        # Check before loading, because loading runs the normalizer on the added tokens.
-        if (reason := excess(json.loads(text))) is not None:
-            raise CheckpointError(f"{file}: {reason}")
-        tokenizer = Tokenizer.from_str(text)
-        # Disable padding and truncation, like transformers: a file may pad texts to 10**12 tokens.
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        return tokenizer
-
-    return _named(load, str(file), CheckpointError)
+        return named(lambda: SpecialTokens(self.tokenizer), "text")

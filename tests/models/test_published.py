@@ -170,6 +170,8 @@ def save_published(name: str, folder: Path) -> Any:
     return theirs
 
 
+# Text parts that transformers has no class for; their own tests have the published settings.
+_BY_FORMULA = {"DeepseekV41ForCausalLM": "deepseek_v41_text"}
 _FIRST = {published(name)[0]: name for name in reversed(PUBLISHED)}.values()  # of each architecture
 
 
@@ -195,8 +197,9 @@ def test_published_settings(name: str, tmp_path: Path) -> None:
 def test_published_rows_are_of_all_families() -> None:
     of_text = {family.model_type: name for name, family in ARCHITECTURES.items()} | {one: one for one in TEXT_PARTS}
     rows = [published(name)[:2] for name in PUBLISHED]
-    assert {of_text[text] if text else name for name, text in rows} == {*ARCHITECTURES, *TEXT_PARTS}
-    assert {name for name, text in rows if text} >= set(WRAPPERS)
+    known = {of_text[text] if text else name for name, text in rows} | {*_BY_FORMULA.values()}
+    assert known == {*ARCHITECTURES, *TEXT_PARTS}
+    assert {name for name, text in rows if text} >= WRAPPERS.keys() - _BY_FORMULA
     assert len(rows) >= 60
 
 
@@ -308,7 +311,7 @@ def test_defaults_are_those_of_transformers_classes() -> None:
     assert compared > 700
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", [wrapper for wrapper in WRAPPERS if wrapper not in _BY_FORMULA])
 def test_an_empty_text_config_is_transformers_default(wrapper: str) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

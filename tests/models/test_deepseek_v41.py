@@ -1,0 +1,290 @@
+"""DeepSeek-V4.1: cuts at every position of its pools, shared n-grams, published settings and formats, refusals."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
+from paged.errors import CheckpointError, PagedError, UnsupportedError
+from paged.models.layers.engram import SharedIds
+from paged.models.loading.hf_config import HfConfig
+from paged.models.parallel.share import Share
+from paged.models.registry import load_model, model_config
+from paged.serving.command_line.checkpoint_summary import summarize
+from tests.executors.engine_cases import check_pool_empty, run
+from tests.models.deepseek_v41 import SETTINGS, DeepseekV41
+from tests.models.edits import WEIGHTS, assert_refused, edit_config
+from tests.models.families import Case, assert_same_logits, forward, logits_of, tokens
+from tests.models.test_deepseek_v4 import BLOCK, go_on_from, mxfp4
+
+# Sources of entries of two tokens have open pools.
+OPEN_LAYERS = [SETTINGS["num_hidden_layers"] + 1 + layer for layer in (2, 4)]
+# config.json of deepseek-ai/DeepSeek-V4.1-Flash, without its vision tower and inert keys.
+PUBLISHED: dict[str, Any] = SETTINGS | {
+    "vocab_size": 129_280,
+    "hidden_size": 5120,
+    "moe_intermediate_size": 2304,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1280,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "max_position_embeddings": 1_048_576,
+    "rope_scaling": SETTINGS["rope_scaling"] | {"factor": 16, "original_max_position_embeddings": 65_536},
+    "n_routed_experts": 384,
+    "num_experts_per_tok": 6,
+    "sliding_window": 128,
+    "compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 3,
+    "kv_source_layer_ids": [2, 8, 14, 20],
+    "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "candidate_source_layer_id": 20,
+    "candidate_topk_blocks": 2048,
+    "candidate_block_size": 8,
+    "engram_layer_ids": [1, 14],
+    "engram_num_embeddings": [384_006_168, 384_016_682],
+    "engram_vocab_size": 16_000_000,
+    "engram_n_heads": 8,
+    "engram_head_dim": 256,
+    "engram_compressed_vocab_size": 99_092,
+    "num_nextn_predict_layers": 3,
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128_799,
+    "dspark_target_layer_ids": [37, 38, 39],
+    "dspark_markov_rank": 256,
+    "dspark_n_routed_experts": 128,
+    "dspark_num_experts_per_tok": 3,
+}
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+
+
+# Two layers with a window alone, of which the second looks up n-grams.
+ALONE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "kv_source_layer_ids": [],
+    "index_source_layer_ids": [],
+    "candidate_source_layer_id": -1,
+    "engram_layer_ids": [1],
+    "engram_num_embeddings": [400],
+}
+
+
+def save(folder: Path, **settings: Any) -> DeepseekV41:
+    theirs = DeepseekV41(SETTINGS | settings)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("deepseek_v41")
+    theirs = save(folder)
+    return Case(theirs, load_model(folder, block_size=BLOCK, num_blocks=256, num_swap_blocks=64))
+
+
+@pytest.mark.parametrize(
+    "length", [27, *(pytest.param(cut, marks=pytest.mark.thorough) for cut in (24, 25, 26, 28, 31, 91))]
+)
+def test_cuts_at_every_position_of_a_pool(case: Case, length: int) -> None:
+    """Chunks, forks, truncations and hits: a sequence goes on from each position with other tokens."""
+    go_on_from(case, length, OPEN_LAYERS)
+
+
+def test_sequences_of_one_batch_keep_their_own_tokens(case: Case) -> None:
+    """Chunks of two sequences and decodes in one forward: n-grams do not reach into the neighbour."""
+    first, second = tokens(21, 1), tokens(20, 2)
+    case.ours.forward_verify("second", second[:17])
+    for parts in ({"first": first[:2], "second": second[17:19]}, {"second": second[19:], "first": first[2:]}):
+        rows = forward(case.ours, parts)
+    assert_same_logits(rows[0], case.expected(second)[-1])
+    assert_same_logits(rows[1], case.expected(first)[-1])
+    case.ours.reset()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_steps_of_the_kernels_grow(case: Case, backend: str) -> None:
+    ids = tokens(30)
+    for part in (ids[:2], ids[2:25], ids[25:]):
+        rows = case.ours.forward_verify("a", part)
+    assert_same_logits(rows, case.expected(ids)[25:])
+    case.ours.reset()
+
+
+FAULTS: dict[str, Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]] = {
+    "the token before is forgotten": lambda ids: (
+        ids[0],
+        torch.full_like(ids[1], SETTINGS["engram_pad_token_id"]),
+        *ids[2:],
+    ),
+    "the last of four tokens is another": lambda ids: (*ids[:3], ids[2]),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", FAULTS)
+def test_cuts_see_the_fault(fault: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = SharedIds.last
+    monkeypatch.setattr(SharedIds, "last", lambda *arguments: FAULTS[fault](last(*arguments)))
+    try:
+        with pytest.raises(AssertionError):
+            go_on_from(case, 27, OPEN_LAYERS)
+    finally:
+        case.ours.reset()
+
+
+@pytest.mark.thorough
+def test_preempted_requests_go_on(tmp_path: Path) -> None:
+    """In chunks, behind hits at ends of blocks, and preempted with and without swap."""
+    theirs = save(tmp_path)
+    beginning = tokens(24, seed=9)
+    prompts = [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [theirs.generate(torch.tensor([prompt]), 12)[0, len(prompt) :].tolist() for prompt in prompts]
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
+        ({"admission_tokens": 0}, {"num_blocks": 8}),
+        ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
+    ]
+    for settings, sizes in ways:
+        executor = LlmExecutor.from_pretrained(tmp_path, block_size=BLOCK, **sizes)
+        engine = Engine(executor, EngineConfig(**settings), eos_token_ids=())
+        assert run(engine, prompts, params) == expected
+        assert bool(engine.metrics.preempted) == ("admission_tokens" in settings)
+        check_pool_empty(executor)
+
+
+@pytest.mark.parametrize(("dtype", "entry"), [(torch.bfloat16, 2 * 512), (torch.float8_e4m3fn, 528)])
+def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, tmp_path: Path) -> None:
+    """DeepSeek-V4.1-Flash by `paged inspect`: three sources of entries of two tokens, one of entries of a token."""
+    values = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "torch_dtype": "bfloat16"}
+    values |= {"text_config": PUBLISHED, "quantization_config": FP8, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    summary = summarize(tmp_path, kv_cache_dtype=dtype)
+    keys, token_id = 128 + 4, 4
+    assert summary["growth_bytes"] == 3 * (entry + keys) / 2 + entry + keys + token_id
+    # Codes of the tables, and a scale for 32 of them.
+    assert summary["host_bytes"] == (384_006_168 + 384_016_682) * (256 + 256 // 32)
+
+
+def e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of e4m3, a power of two for each 32 x 32 of them, and the numbers that they stand for."""
+    rows, columns = (-(-size // 32) for size in weight.shape)
+    padded = torch.zeros(32 * rows, 32 * columns)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    blocks = padded.view(rows, 32, columns, 32)
+    scale = torch.exp2((blocks.abs().amax((1, 3)) / 448).log2().ceil())  # [rows, columns]
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    numbers = (codes.float() * scale[:, None, :, None]).view_as(padded)
+    cut = slice(weight.shape[0]), slice(weight.shape[1])
+    return codes.view_as(padded)[cut].contiguous(), scale, numbers[cut].contiguous()
+
+
+_PACKED = re.compile(r".*\.(?:wq_a|wkv|wq_b|wo_a|wo_b|w[123])\.weight")
+
+
+@pytest.mark.thorough
+def test_published_formats(tmp_path: Path) -> None:
+    """e4m3 in blocks of 32 x 32, experts in MXFP4, tables in e4m3 with a scale for 32 numbers."""
+    save(tmp_path, head_dim=96, moe_intermediate_size=96, num_experts_per_tok=8)
+    packed, numbers = dict(load_file(tmp_path / WEIGHTS)), dict(load_file(tmp_path / WEIGHTS))
+    for name, weight in load_file(tmp_path / WEIGHTS).items():
+        scales = torch.empty(0)
+        if ".experts." in name:
+            packed[name], scales, numbers[name] = mxfp4(weight)
+        elif name.endswith("engram.embed.weight"):
+            groups = weight.unflatten(1, (-1, 32))
+            scales = torch.exp2((groups.abs().amax(2) / 448).log2().ceil())
+            packed[name] = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(1)
+            numbers[name] = (packed[name].float().view_as(groups) * scales[..., None]).flatten(1)
+        elif _PACKED.fullmatch(name) and ".compressor." not in name:
+            packed[name], scales, numbers[name] = e4m3_blocks(weight)
+        else:
+            continue
+        packed[name.removesuffix("weight") + "scale"] = scales.to(torch.float8_e8m0fnu)
+    # Tensors for pictures and of the drafter are not read.
+    for name in ("layers.0.ffn.gate.bias_vl", "image_start", "vision.norm.weight", "mtp.0.main_norm.weight"):
+        packed[name] = torch.zeros(8)
+    theirs = DeepseekV41(SETTINGS | {"head_dim": 96, "moe_intermediate_size": 96, "num_experts_per_tok": 8}, numbers)
+    save_file({name: tensor.contiguous() for name, tensor in packed.items()}, tmp_path / WEIGHTS)
+    edit_config(tmp_path, quantization_config=FP8)
+    model = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
+    prompt = tokens(30)
+    # Only activations in front of experts are rounded.
+    got, expected = model.forward_verify("a", prompt), logits_of(theirs, prompt)
+    assert (got - expected).norm() < 2**-4 * expected.norm()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, type[PagedError]]] = {
+    "ratio 4": (
+        {"compress_ratios": [0, 0, 4, *[0] * 6]},
+        "compress_ratios has 4, known are 0, 1 and 2",
+        UnsupportedError,
+    ),
+    "few ratios": ({"compress_ratios": [0, 0]}, "2 compress_ratios for 9 layers", CheckpointError),
+    "no source": (
+        {"kv_source_layer_ids": [3, 4, 5]},
+        r"expected a layer up to 2 with compress_ratios 2",
+        CheckpointError,
+    ),
+    "another ratio": (
+        {"kv_source_layer_ids": [2, 4]},
+        r"expected a layer up to 5 with compress_ratios 1",
+        CheckpointError,
+    ),
+    "no indexer": (
+        {"index_source_layer_ids": [2, 5]},
+        "layer 4 reads entries of layer 4 and a choice of",
+        UnsupportedError,
+    ),
+    "candidates": ({"candidate_source_layer_id": 4}, "candidate_source_layer_id 4, expected a layer", UnsupportedError),
+    "few rows": (
+        {"engram_num_embeddings": [300, 560]},
+        "engram_num_embeddings 300, expected at least 384",
+        CheckpointError,
+    ),
+    "tables": ({"engram_num_embeddings": [400]}, "expected layers below 9 and a number for each", CheckpointError),
+    "the limit": ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0", UnsupportedError),
+    "pictures": ({"vision_n_layers": 2}, "vision_n_layers = 2", UnsupportedError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    values, message, error = REFUSED[name]
+    text = SETTINGS | values
+    with pytest.raises(error, match=message):
+        model_config(HfConfig({"architectures": ["DeepseekV41ForCausalLM"], "text_config": text}, "config.json"))
+
+
+def test_several_ranks_are_refused(case: Case) -> None:
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2: entries that layers share"):
+        Share(0, 2).config(case.ours.network.config)
+
+
+def test_a_tokenizer_of_another_hash_and_drafts_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, **ALONE)
+    assert_refused(tmp_path, "no multi-token head of deepseek_v41_text is known", UnsupportedError, draft="mtp")
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["another"] = 128
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert_refused(tmp_path, "tokens share 101 ids, expected 100, engram_compressed_vocab_size")
+    (tmp_path / "tokenizer.json").unlink()
+    assert_refused(tmp_path, "tokenizer.json")
