@@ -67,7 +67,9 @@ class Definition:
         shape = []
         for axis in spec.shape or ():
             size = self.axes[axis]
-            shape.append(sizes[axis] if size is None else size)
+            if size is None:
+                size = sizes[axis]
+            shape.append(size)
         return shape
 
     def sizes(self, inputs: Inputs) -> dict[str, int]:
@@ -82,7 +84,9 @@ class Definition:
         """Return the content of a definition's file."""
         axes: dict[str, dict[str, Any]] = {}
         for name, size in self.axes.items():
-            axes[name] = {"type": "var"} if size is None else {"type": "const", "value": size}
+            axes[name] = {"type": "const", "value": size}
+            if size is None:
+                axes[name] = {"type": "var"}
         return {
             "name": self.name,
             "op_type": self.op_type,
@@ -218,8 +222,10 @@ def read_set(path: Path) -> TraceSet:
     root, files = path, sorted((path / "workloads").rglob("*.jsonl"))
     if path.is_file():
         files = [path]
-        roots = [folder for folder in path.resolve().parents if (folder / "definitions").is_dir()]
-        root = roots[0] if roots else path
+        for folder in path.resolve().parents:
+            if (folder / "definitions").is_dir():
+                root = folder
+                break
     if not (root / "definitions").is_dir():
         raise InvalidInputError(f"{path}: expected a trace set with definitions/, or a file of workloads in one")
     definitions = {}
@@ -265,7 +271,9 @@ def parse_definition(content: Any) -> Definition:
     """Return a definition from its JSON; raise ValueError, KeyError or TypeError if it is none."""
     axes: dict[str, int | None] = {}
     for name, axis in content["axes"].items():
-        axes[name] = None if axis["type"] == "var" else int(axis["value"])
+        axes[name] = None
+        if axis["type"] != "var":
+            axes[name] = int(axis["value"])
     return Definition(
         _text(content["name"]),
         _text(content["op_type"]),

@@ -102,11 +102,11 @@ class _Attention(Translation):
 
     def takes(self, definition: Definition) -> bool:
         names = set(definition.inputs)
-        pages = {"q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "sm_scale"}
-        is_prefill = "qo_indptr" in names
-        is_known = names - {"kv_last_page_len"} == pages | ({"qo_indptr"} if is_prefill else set())
-        is_causal = not is_prefill or "causal" in definition.name
-        return is_known and is_causal and list(definition.outputs) in (["output"], ["output", "lse"])
+        if "qo_indptr" in names and "causal" not in definition.name:
+            return False
+        required = {"q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "sm_scale"}
+        is_known = names - {"qo_indptr", "kv_last_page_len"} == required
+        return is_known and list(definition.outputs) in (["output"], ["output", "lse"])
 
     def arguments(self, definition: Definition, inputs: Inputs) -> Arguments:
         q, k_cache = inputs["q"], inputs["k_cache"]
@@ -179,8 +179,9 @@ class _Attention(Translation):
             raise UnsupportedError("no definition has caches of another dtype, or values of another size")
         query_lens = arguments["cu_seqlens_q"].diff()
         is_decode = len(q) == len(query_lens) and bool((query_lens == 1).all())
-        rows = "batch_size" if is_decode else "total_q"
-        kind = "decode" if is_decode else "prefill_causal"
+        rows, kind, query_offsets = "total_q", "prefill_causal", "qo_indptr.tolist()"
+        if is_decode:
+            rows, kind, query_offsets = "batch_size", "decode", "list(range(len(q) + 1))"
         axes = {
             rows: None,
             "num_qo_heads": num_q_heads,
@@ -198,22 +199,22 @@ class _Attention(Translation):
         if not is_decode:
             inputs["qo_indptr"] = Spec(("len_indptr",), "int32")
         inputs |= {"kv_indptr": Spec(("len_indptr",), "int32"), "kv_indices": Spec(("num_kv_indices",), "int32")}
+        last_lens = "[1] * (len(kv_indptr) - 1)"
         if page_size > 1:
+            last_lens = "kv_last_page_len.tolist()"
             axes["num_seqs"] = None
             inputs["kv_last_page_len"] = Spec(("num_seqs",), "int32")
         inputs["sm_scale"] = Spec(None, "float32")
-        signature = ", ".join(inputs)
+        reference = references.ATTENTION.format(
+            signature=", ".join(inputs), query_offsets=query_offsets, last_lens=last_lens
+        )
         return Definition(
             f"gqa_paged_{kind}_h{num_q_heads}_kv{num_kv_heads}_d{head_dim}_ps{page_size}{_suffix(q)}",
             self.op_type,
             axes,
             inputs,
             {"output": out, "lse": Spec((rows, "num_qo_heads"), "float32")},
-            references.ATTENTION.format(
-                signature=signature,
-                query_offsets="list(range(len(q) + 1))" if is_decode else "qo_indptr.tolist()",
-                last_lens="kv_last_page_len.tolist()" if page_size > 1 else "[1] * (len(kv_indptr) - 1)",
-            ),
+            reference,
             "Attention over pages of keys and values; the log-sum-exp has base 2.",
             ("num_kv_indices == kv_indptr[-1].item()",),
         )

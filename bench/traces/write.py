@@ -41,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.recorded:
         calls = _recorded(args.recorded)
     else:
-        calls = _rows([args.op] if args.op else list(translations), args.scale, getattr(torch, args.dtype))
+        operations = list(translations)
+        if args.op:
+            operations = [args.op]
+        calls = _rows(operations, args.scale, getattr(torch, args.dtype))
     definitions: dict[str, Definition] = {}
     workloads = []
     for name, operation, arguments in calls:

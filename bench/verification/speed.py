@@ -108,7 +108,9 @@ class _Timed:
             with mock.patch.dict(os.environ, {"PAGED_BACKEND": name}):
                 bound: Any = self.replay.card.operation.bind(**self.replay.arguments)  # type: ignore[attr-defined]
             self._check(bound)
-            label = OURS if name == self._names[0] else name
+            label = name
+            if name == self._names[0]:
+                label = OURS
             self.contest.add(label, [partial(bound, **self.replay.arguments)], lambda _: None)
 
     def _check(self, function: Any) -> None:

@@ -1,6 +1,6 @@
 """OpenTelemetry spans of requests, made when a request has ended from times that the engine measures in any case.
 
-A request that generates is a SERVER span with the attributes of the semantic conventions for generative AI (1.37). Its
+A request that generates is a SERVER span with the attributes of the semantic conventions for generative AI. Its
 parent is the caller's span if the request has a `traceparent` header (W3C Trace Context). For each prompt it has
 children:
 
