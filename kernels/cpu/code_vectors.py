@@ -29,7 +29,7 @@ from .vectors import (
 
 # Numbers that are read together, and that share a scale in int4.
 NUMBERS = 2 * LANES
-_FLOAT, _INT, _SHORT, _BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+_INT, _SHORT, _BYTE = ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _SHORTS, _HALVES = ir.VectorType(_SHORT, LANES), ir.VectorType(ir.HalfType(), LANES)
 _FLAGS = tuple(FASTMATH)
 # Whether one instruction converts float16 to float32. All CPUs with AVX2 have it.
@@ -102,10 +102,17 @@ def _int4(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Va
 INT8, E4M3, E5M2, INT4 = Codes(_int8), Codes(_e4m3, unit=256.0), Codes(_e5m2), Codes(_int4, 2, True)
 
 
-def _bfloat16(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value) -> ir.Value:
-    """Load a bfloat16 as float32."""
-    word = builder.zext(builder.load(builder.gep(pointer, [index]), align=2), _INT)
-    return builder.bitcast(builder.shl(word, ir.Constant(_INT, 16)), _FLOAT)
+def _group_scale(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) -> ir.Value:
+    """Load a bfloat16 as a vector of float32.
+
+    All words of a vector get its bits, and a shift leaves them in the upper halves: a scalar would be widened first.
+    """
+    pairs = ir.VectorType(_SHORT, 2 * LANES)
+    word = builder.load(builder.gep(scales, [index]), align=2)
+    lowest = builder.insert_element(ir.Constant(pairs, ir.Undefined), word, ir.Constant(_INT, 0))
+    words = builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, 2 * LANES), [0] * 2 * LANES))
+    bits = builder.shl(builder.bitcast(words, WORDS), ir.Constant(WORDS, [16] * LANES))
+    return builder.bitcast(bits, VECTOR)
 
 
 def _row_scale(builder: ir.IRBuilder, codes: Codes, scales: ir.Value, index: ir.Value) -> ir.Value:
@@ -121,40 +128,50 @@ def _number_of_steps(builder: ir.IRBuilder, index: ir.Value, step: int) -> ir.Va
     return builder.lshr(index, ir.Constant(index.type, step.bit_length() - 1))
 
 
-def code_products(codes: Codes, num_keys: int) -> Any:
-    """Return an intrinsic that stores the products of a row, from `first` on, with `num_keys` rows of codes.
+def _scaled(builder: ir.IRBuilder, vectors: list[ir.Value], scale: ir.Value) -> list[ir.Value]:
+    return [builder.fmul(vector, scale, flags=_FLAGS) for vector in vectors]
 
-    row is float32 with `size` numbers, a multiple of 32. For int4 the 16 even ones of 32 come first. The rows of codes
-    begin at `start`, `stride` bytes apart, and their scales at `scale_start`, `scale_stride` apart.
+
+def code_products(codes: Codes, num_keys: int, num_rows: int) -> Any:
+    """Return an intrinsic that stores the products of `num_rows` rows with `num_keys` rows of codes.
+
+    The rows are float32, with `size` numbers, a multiple of 32, and follow each other from `first` on. For int4 the 16
+    even ones of 32 numbers come first. The rows of codes begin at `start`, `stride` bytes apart, and their scales at
+    `scale_start`, `scale_stride` apart. Products of row r begin at `to` + r * `out_step`. Codes are widened once.
     """
 
     @emitted()
-    def products(builder, row, first, bytes_, start, stride, scales, scale_start, scale_stride, size, out, to):
-        row_pointer, starts, scale_starts = builder.gep(row, [first]), [start], [scale_start]
+    def products(
+        builder, rows, first, bytes_, start, stride, scales, scale_start, scale_stride, size, out, to, out_step
+    ):
+        row_pointers, starts, scale_starts = [builder.gep(rows, [first])], [start], [scale_start]
+        while len(row_pointers) < num_rows:
+            row_pointers.append(builder.gep(row_pointers[-1], [size]))
         while len(starts) < num_keys:
             starts.append(builder.add(starts[-1], stride))
             scale_starts.append(builder.add(scale_starts[-1], scale_stride))
-        totals = [sum_from_zero(builder) for _ in starts]
+        totals = [[sum_from_zero(builder) for _ in starts] for _ in row_pointers]
         with steps(builder, size, NUMBERS) as i:
-            low_row = load_vector.emit(builder, row_pointer, i)
-            high_row = load_vector.emit(builder, row_pointer, builder.add(i, ir.Constant(i.type, LANES)))
-            byte = _number_of_steps(builder, i, codes.numbers_per_byte)
-            for key, total in enumerate(totals):
-                low, high = codes.vectors(builder, bytes_, builder.add(starts[key], byte))
+            second = builder.add(i, ir.Constant(i.type, LANES))
+            low_rows = [load_vector.emit(builder, row, i) for row in row_pointers]
+            high_rows = [load_vector.emit(builder, row, second) for row in row_pointers]
+            byte, group = _number_of_steps(builder, i, codes.numbers_per_byte), _number_of_steps(builder, i, NUMBERS)
+            for key, key_start in enumerate(starts):
+                vectors = codes.vectors(builder, bytes_, builder.add(key_start, byte))
                 if codes.has_groups:
-                    product = multiply_add.emit(builder, high_row, high, builder.fmul(low_row, low, flags=_FLAGS))
-                    group = builder.add(scale_starts[key], _number_of_steps(builder, i, NUMBERS))
-                    scale = splat(builder, _bfloat16(builder, scales, group))
-                    new_total = multiply_add.emit(builder, scale, product, builder.load(total))
-                else:
-                    new_total = multiply_add.emit(builder, low_row, low, builder.load(total))
-                    new_total = multiply_add.emit(builder, high_row, high, new_total)
-                builder.store(new_total, total)
-        sums = [builder.load(total) for total in totals]
-        if not codes.has_groups:
-            for key, scale_index in enumerate(scale_starts):
-                sums[key] = builder.fmul(sums[key], _row_scale(builder, codes, scales, scale_index), flags=_FLAGS)
-        store_sums(builder, out, to, sums)
+                    scale = _group_scale(builder, scales, builder.add(scale_starts[key], group))
+                    vectors = _scaled(builder, vectors, scale)
+                low, high = vectors
+                for row, row_totals in enumerate(totals):
+                    total = multiply_add.emit(builder, low_rows[row], low, builder.load(row_totals[key]))
+                    builder.store(multiply_add.emit(builder, high_rows[row], high, total), row_totals[key])
+        for row_totals in totals:
+            sums = [builder.load(total) for total in row_totals]
+            if not codes.has_groups:
+                for key, scale_index in enumerate(scale_starts):
+                    sums[key] = builder.fmul(sums[key], _row_scale(builder, codes, scales, scale_index), flags=_FLAGS)
+            store_sums(builder, out, to, sums)
+            to = builder.add(to, out_step)
 
     return products
 
@@ -171,12 +188,12 @@ def weighted_code_sums(codes: Codes, num_rows: int) -> Any:
     def add(
         builder, floats, to, step, first, weight_step, bytes_, start, stride, scales, scale_start, scale_stride, count
     ):
-        def values_of(key: ir.Value) -> tuple[list[ir.Value], ir.Value | None]:
+        def values_of(key: ir.Value) -> list[ir.Value]:
             vectors = codes.vectors(builder, bytes_, builder.add(start, builder.mul(key, stride)))
             if not codes.has_groups:
-                return vectors, None
+                return vectors
             place = builder.add(scale_start, builder.mul(key, scale_stride))
-            return vectors, _bfloat16(builder, scales, place)
+            return _scaled(builder, vectors, _group_scale(builder, scales, place))
 
         add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
 
@@ -202,7 +219,7 @@ def widened(codes: Codes) -> Any:
             scale = row_scale
             if scale is None:
                 group = builder.add(scale_start, _number_of_steps(builder, i, NUMBERS))
-                scale = splat(builder, _bfloat16(builder, scales, group))
+                scale = _group_scale(builder, scales, group)
             place = builder.add(to, i)
             for half, vector in enumerate(vectors):
                 index = builder.add(place, ir.Constant(place.type, half * LANES))

@@ -460,12 +460,12 @@ def add_weighted(
     num_rows: int,
     floats: ir.Value,
     indices: tuple[ir.Value, ...],
-    values_of: Callable[[ir.Value], tuple[list[ir.Value], ir.Value | None]],
+    values_of: Callable[[ir.Value], list[ir.Value]],
 ) -> None:
     """Emit what `weighted_sums` does, for values that `values_of` reads.
 
     indices: to, step, first, weight_step, count.
-    values_of: returns the two vectors of values of a key, and a factor of its weights or None.
+    values_of: returns the two vectors of values of a key.
     """
     to, step, first, weight_step, count = indices
 
@@ -473,12 +473,9 @@ def add_weighted(
         return builder.add(index, ir.Constant(index.type, number))
 
     def add_values(key: ir.Value, totals: Sequence[Sequence[ir.Value]]) -> None:
-        vectors, factor = values_of(key)
+        vectors = values_of(key)
         for row, halves in enumerate(totals):
-            weight = builder.load(builder.gep(weights[row], [key]))
-            if factor is not None:
-                weight = builder.fmul(weight, factor, flags=_FLAGS)
-            weight = splat(builder, weight)
+            weight = splat(builder, builder.load(builder.gep(weights[row], [key])))
             for vector, total in zip(vectors, halves, strict=True):
                 builder.store(multiply_add.emit(builder, weight, vector, builder.load(total)), total)
 
@@ -510,10 +507,10 @@ def weighted_sums(num_rows: int) -> Any:
 
     @emitted()
     def add(builder, floats, to, step, first, weight_step, values, start, stride, count):
-        def values_of(key: ir.Value) -> tuple[list[ir.Value], None]:
+        def values_of(key: ir.Value) -> list[ir.Value]:
             place = builder.add(start, builder.mul(key, stride))
             second = builder.add(place, ir.Constant(place.type, LANES))
-            return [load_vector.emit(builder, values, index) for index in (place, second)], None
+            return [load_vector.emit(builder, values, index) for index in (place, second)]
 
         add_weighted(builder, num_rows, floats, (to, step, first, weight_step, count), values_of)
 

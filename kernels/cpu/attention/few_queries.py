@@ -94,24 +94,43 @@ def _copy_int4_sums(sums, start, factor, out, to, size):
             nb.store(out, to + chunk + 2 * i + 1, sums[start + chunk + LANES + i] * factor)
 
 
+def _scores_by(codes: Codes, num_rows: int) -> Step:
+    """Return a function that computes the products of `num_rows` queries with keys in codes."""
+    num_together = LANES // num_rows
+    products, products_of_one = code_products(codes, num_together, num_rows), code_products(codes, 1, num_rows)
+
+    @nb.inlined
+    def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
+        end_of_tiles = num_keys // num_together * num_together
+        for i in range(0, end_of_tiles, num_together):
+            products(
+                queries, query, cache, key + i * stride, stride, scales, place + i * scale_stride, scale_stride, size,
+                scratch, to + i, _KEYS,
+            )  # fmt: skip
+        for i in range(end_of_tiles, num_keys):
+            products_of_one(
+                queries, query, cache, key + i * stride, stride, scales, place + i * scale_stride, scale_stride, size,
+                scratch, to + i, _KEYS,
+            )  # fmt: skip
+
+    return score
+
+
 def _code_steps(codes: Codes) -> tuple[Step, Step]:
     """Return the steps that compute scores of keys in codes, and add weighted values in codes."""
-    one_product, sixteen_products = code_products(codes, 1), code_products(codes, LANES)
+    score_one, score_two, score_four = (_scores_by(codes, num_rows) for num_rows in (1, 2, 4))
     add_to_one, add_to_two, add_to_four = (weighted_code_sums(codes, num_rows) for num_rows in (1, 2, 4))
     numbers_per_byte, has_groups = codes.numbers_per_byte, codes.has_groups
 
     @nb.inlined
-    def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
-        """Compute the products of a query with keys that are `stride` bytes apart, and their scales `scale_stride`."""
-        end_of_tiles = num_keys // LANES * LANES
-        for i in range(0, end_of_tiles, LANES):
-            at_key, at_scale = key + i * stride, place + i * scale_stride
-            sixteen_products(
-                queries, query, cache, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i
-            )
-        for i in range(end_of_tiles, num_keys):
-            at_key, at_scale = key + i * stride, place + i * scale_stride
-            one_product(queries, query, cache, at_key, stride, scales, at_scale, scale_stride, size, scratch, to + i)
+    def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to, num_rows):
+        """Compute the products of 1, 2 or 4 queries with keys that are `stride` bytes apart; see `code_products`."""
+        if num_rows == 4:
+            score_four(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to)
+        elif num_rows == 2:
+            score_two(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to)
+        else:
+            score_one(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to)
 
     @nb.inlined
     def weigh(
@@ -220,7 +239,15 @@ def _weigh(scratch, sums, step, cache, value, stride, num_keys, size, weights, n
 
 
 @nb.inlined
-def _score_unscaled(queries, query, cache, key, stride, _scales, _place, _scale_stride, num_keys, size, scratch, to):
+def _one_row(_num_rows):
+    """Return how many rows share the next reads of keys: plain ones are read again, from the L1 cache."""
+    return 1
+
+
+@nb.inlined
+def _score_unscaled(
+    queries, query, cache, key, stride, _scales, _place, _scale_stride, num_keys, size, scratch, to, _num_rows
+):
     _score(queries, query, cache, key, stride, num_keys, size, scratch, to)
 
 
@@ -269,11 +296,18 @@ def _copy_scaled(source, start, factor, target, to, size):
 
 
 def _attention_by(
-    copy_query: Step, fetch_keys: Step, score: Step, scale_weights: Step, weigh: Step, copy_sums: Step
+    copy_query: Step,
+    fetch_keys: Step,
+    rows_scored: Step,
+    score: Step,
+    scale_weights: Step,
+    weigh: Step,
+    copy_sums: Step,
 ) -> Any:
     """Return a kernel over sequences that reads queries, prefetches and scores keys, weighs values and writes results.
 
-    It does so by these steps. scale_weights: multiplies the weights of keys before `weigh`.
+    It does so by these steps. rows_scored: returns how many of a head's last rows `score` takes next. scale_weights:
+    multiplies the weights of keys before `weigh`.
     """
 
     @nb.device_function
@@ -330,8 +364,11 @@ def _attention_by(
                 share = (run + rows - 1) // rows  # keys to prefetch with each row
                 for h in range(num_heads):
                     key = start + (head + h) * k_head
-                    for r in range(h * of_head, (h + 1) * of_head):
-                        begin, end = r * share, min(r * share + share, run)
+                    place = scales + (head + h) * k_scale_head
+                    r, end_row = h * of_head, (h + 1) * of_head
+                    while r < end_row:
+                        num_rows = rows_scored(end_row - r)
+                        begin, end = r * share, min((r + num_rows) * share, run)
                         if j + run == num_keys:
                             fetch_keys(
                                 v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end
@@ -339,11 +376,11 @@ def _attention_by(
                         else:
                             fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
                         to = scores + r * _KEYS + j
-                        place = scales + (head + h) * k_scale_head
                         score(
                             queries, r * size, k_cache, key, k_slot, k_scales, place, k_scale_slot, num_scores, size,
-                            scratch, to,
+                            scratch, to, num_rows,
                         )  # fmt: skip
+                        r += num_rows
                 j += run
             padded = nb.rounded_up(num_keys, LANES)
             for query in range(num_queries):
@@ -483,15 +520,15 @@ def _attention_by(
 def _attention_of_rows(codes: Codes) -> Any:
     """Return a kernel over sequences for caches in codes that have a scale for each row."""
     score, weigh = _code_steps(codes)
-    return _attention_by(_copy_query, _fetch_keys, score, _scale_step(codes), weigh, _copy_scaled)
+    return _attention_by(_copy_query, _fetch_keys, _rows_together, score, _scale_step(codes), weigh, _copy_scaled)
 
 
 _attend = _attention_by(
-    _copy_query, _fetch_keys, _score_unscaled, _keep_weights, _weigh_unscaled, _copy_scaled
+    _copy_query, _fetch_keys, _one_row, _score_unscaled, _keep_weights, _weigh_unscaled, _copy_scaled
 )  # fmt: skip
 _score_int4, _weigh_int4 = _code_steps(INT4)
 _attend_int4 = _attention_by(
-    _copy_int4_query, _fetch_int4_keys, _score_int4, _keep_weights, _weigh_int4, _copy_int4_sums
+    _copy_int4_query, _fetch_int4_keys, _rows_together, _score_int4, _keep_weights, _weigh_int4, _copy_int4_sums
 )
 _attend_int8, _attend_e4m3, _attend_e5m2 = (_attention_of_rows(codes) for codes in (INT8, E4M3, E5M2))
 
