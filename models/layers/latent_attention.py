@@ -21,7 +21,7 @@ from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
 from paged.models.loading.weights import Destinations
-from paged.models.quantization.layouts import Layout, Quantization
+from paged.models.quantization.layouts import Layout, Quantization, Widened
 from paged.models.quantization.packed_weights import UnpackedProjection
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -39,7 +39,11 @@ class UpProjection(Linear):
     def quantize(self, prefix: str, quantization: Quantization) -> None:
         """Unpack the weights of projection `prefix`.name while they load, if the checkpoint packs them."""
         (name,) = self._names(prefix)
-        self.layout = quantization.common_layout([name])
+        layout = quantization.common_layout([name])
+        if isinstance(layout, Widened):  # plain for every projection
+            super().quantize(prefix, quantization)
+            return
+        self.layout = layout
         if self.layout is not None:
             self.layout.check(name, len(self.weight), self.in_features)
 
