@@ -94,6 +94,7 @@ _EXPORTS: dict[str, tuple[str, ...]] = {
     "paged.kernels.quantization.quantized_linear": ("quantized_linear",),
     "paged.kernels.quantization.weight": ("QuantizedWeight",),
     "paged.kernels.layers.gate_streams": ("gate_streams",),
+    "paged.kernels.layers.mix_snapshots": ("mix_snapshots",),
     "paged.kernels.layers.mix_streams": ("mix_streams",),
     "paged.kernels.layers.rms_norm": ("fused_add_rms_norm", "rms_norm"),
     "paged.kernels.layers.rotary_embedding": ("rotary_embedding",),

@@ -113,6 +113,42 @@ def _flipped(flips: torch.Tensor) -> torch.Tensor:
     return flips.amax(-1) + LAMBDA * (flips.square().sum(-1) / 1024).sqrt()
 
 
+def mixed_snapshots(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
+    """Return the errors of the stream, and of the sum whose weights a softmax of scores makes."""
+    names = ("score_norm_weight", "score_weight", "norm_weight")
+    score_norm, score, norm_weight = (arguments[name].double() for name in names)
+    rows, num_snapshots = arguments["rows"], arguments["num_snapshots"]
+    size, eps, norm_eps = rows.shape[-1], arguments.get("eps", 1e-6), arguments.get("norm_eps", 1e-6)
+    stream = want["rows"][-1]
+    rounded = stream.to(rows.dtype).double()
+    mixed_rows = torch.cat([rows[:num_snapshots].double(), rounded[None]])  # [R, T, size]
+    flips = torch.zeros_like(mixed_rows)
+    if arguments["output"] is not None:
+        flips[-1] = _flips(rows.dtype, rounded)
+
+    # Scores, [R, T], and the weights that they make.
+    query = score_norm * score
+    roots = (mixed_rows.square().mean(-1) + eps).rsqrt()
+    scores = (mixed_rows @ query) * roots
+    delta = (gamma(size) + 2 * U) * (mixed_rows.abs() @ query.abs()) + _flipped(flips * query.abs())
+    delta = delta * roots + norm_error(size) * scores.abs() + 2 * U * scores.abs().amax(0)
+    weights = scores.softmax(0)
+    weight_error = weights * (delta + (weights * delta).sum(0) + 2 * (num_snapshots + 2) * ELEMENTARY)
+
+    # The sum, then its norm.
+    mixed = (weights.unsqueeze(-1) * mixed_rows).sum(0)
+    error = weight_error.unsqueeze(-1) * mixed_rows.abs()
+    error += weights.unsqueeze(-1) * (flips + gamma(num_snapshots + 1) * mixed_rows.abs())
+    error = error.sum(0)
+    root = (mixed.square().mean(-1, keepdim=True) + norm_eps).rsqrt()
+    relative = norm_error(size) + root * error.square().mean(-1, keepdim=True).sqrt()
+    x_error = rounding(want["x"], rows.dtype) + root * error * norm_weight.abs() + relative * want["x"].abs()
+    stream_error = torch.zeros_like(want["rows"])
+    if arguments["output"] is not None:
+        stream_error[-1] = rounding(stream, rows.dtype) + U * stream.abs()
+    return {"x": x_error, "rows": stream_error}
+
+
 def gated_streams(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     """Follow the errors of normalised streams through both products to the gates, and to the next gains."""
     names = ("streams", "output", "gains", "norm_weight", "down", "up")

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from paged.bench.bounds import layers as bounds
-from paged.bench.cards.card import Card, Edge, Row, defined, moved, named, same, whole
+from paged.bench.cards.card import Card, Edge, Masks, Row, defined, moved, named, same, whole
 from paged.bench.cards.draw import Draw
 from paged.bench.compilation.cases.case import CompileCase
 from paged.bench.compilation.cases.launches import DTYPES, empty, launch_case, launches_of, single_case
@@ -17,6 +17,7 @@ from paged.bench.problems.arguments import Arguments, Tensors
 from paged.kernels.layers import definition
 from paged.kernels.layers.activation import ACTIVATIONS
 from paged.kernels.layers.gate_streams import gate_streams
+from paged.kernels.layers.mix_snapshots import mix_snapshots
 from paged.kernels.layers.mix_streams import mix_streams
 from paged.kernels.layers.rms_norm import fused_add_rms_norm, rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
@@ -273,7 +274,66 @@ def _gated_stream_cases() -> list[CompileCase]:
     return cases
 
 
+def _snapshots(draw: Draw, *, tokens: int, snapshots: int, size: int, has_output: bool = True) -> Arguments:
+    """Return the stream behind its snapshots, and a row between them that is none yet."""
+    output = None
+    if has_output:
+        output = draw.normal(tokens, size)
+    return {
+        "rows": draw.normal(snapshots + 2, tokens, size),
+        "output": output,
+        "score_norm_weight": draw.normal(size),
+        "score_weight": draw.normal(size) * size**-0.5,
+        "norm_weight": draw.normal(size),
+        "num_snapshots": snapshots,
+    }
+
+
+def _odd_snapshots(draw: Draw) -> Iterator[Arguments]:
+    """Return a stream alone, rows of different sizes, and scores that leave one row."""
+    yield _snapshots(draw, tokens=3, snapshots=0, size=130, has_output=False) | {"eps": 0.1}
+    sizes = torch.tensor([1e-3, 30.0, 1.0, 0.1], device=draw.device)
+    spread = _snapshots(draw, tokens=3, snapshots=2, size=257)
+    yield spread | {"rows": spread["rows"] * sizes.to(spread["rows"].dtype)[:, None, None], "norm_eps": 0.3}
+    yield spread | {"score_weight": 20 * spread["score_weight"]}
+
+
+def _snapshots_expected(arguments: Arguments) -> Tensors:
+    mixed, stream = definition.mix_snapshots(**arguments)
+    return {"x": mixed, "rows": torch.cat([arguments["rows"][:-1].double(), stream[None]])}
+
+
+def _snapshots_written(arguments: Arguments) -> Masks:
+    """Mark the stream, if an output is added."""
+    is_written = torch.zeros(len(arguments["rows"]), dtype=torch.bool)
+    is_written[-1] = arguments["output"] is not None
+    return {"rows": is_written}
+
+
+def _snapshot_cases() -> list[CompileCase]:
+    """Return sites of Kimi K3, and one without an output in float32."""
+    cases = []
+    for dtype, has_output in (("bf16", True), ("fp32", False)):
+        draw = Draw(torch.device("cpu"), DTYPES[dtype])
+        arguments = _snapshots(draw, tokens=COMPILED_TOKENS, snapshots=8, size=7168, has_output=has_output)
+        name = f"mix_snapshots {dtype} size=7168"
+        cases.append(single_case(name, partial(mix_snapshots, **arguments)))
+    return cases
+
+
 CARDS = (
+    Card(
+        "mix_snapshots",
+        _snapshots,
+        _snapshots_expected,
+        lambda arguments, x: {"x": x, "rows": arguments["rows"]},
+        errors=bounds.mixed_snapshots,
+        writes=_snapshots_written,
+        rows=(Row({"tokens": (256, 16, 5), "snapshots": (8, 8, 3), "size": (7168, 1024, 512)}),),
+        edges=(Edge("odd rows", _odd_snapshots),),
+        odd={"tokens": _ODD_TOKENS, "snapshots": (0, 1, 3), "size": (1, 130, 24), "has_output": (False, True)},
+        compiled=_snapshot_cases,
+    ),
     Card(
         "gate_streams",
         _gated_streams,

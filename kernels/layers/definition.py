@@ -189,3 +189,28 @@ def gate_streams(
     sums = normed.flatten(1) @ down.to(compute).T / count  # [T, rank + N]
     gates = (functional.silu(sums[:, :rank]) @ up.to(compute).T).sigmoid()  # [T, N * size]
     return (gates.view_as(normed) * normed).mean(1), joined, 2 * sums[:, rank:].sigmoid()
+
+
+def mix_snapshots(
+    rows: torch.Tensor,
+    output: torch.Tensor | None,
+    score_norm_weight: torch.Tensor,
+    score_weight: torch.Tensor,
+    norm_weight: torch.Tensor,
+    num_snapshots: int,
+    *,
+    eps: float = 1e-6,
+    norm_eps: float = 1e-6,
+    compute: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normalised sum and the new stream; see the operation `mix_snapshots`. Nothing is written.
+
+    The new stream is returned unrounded. Everything else is made of it as rounded to its dtype.
+    """
+    stream = rows[-1].to(compute)
+    if output is not None:
+        stream = stream + output.to(compute)
+    mixed_rows = torch.cat([rows[:num_snapshots], stream.to(rows.dtype)[None]]).to(compute)  # [num_rows, T, size]
+    scores = rms_norm(mixed_rows, score_norm_weight, eps, compute=compute) @ score_weight.to(compute)  # [num_rows, T]
+    mixed = (scores.softmax(0).unsqueeze(-1) * mixed_rows).sum(0)
+    return rms_norm(mixed, norm_weight, norm_eps, compute=compute), stream

@@ -6,11 +6,11 @@ last snapshot. Every `snapshot_period`-th layer moves the sum to the snapshots a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
+from paged.kernels.core.operation import Bound
+from paged.kernels.layers.mix_snapshots import mix_snapshots
 from paged.models.families.network import DecoderLayer
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import RmsNorm, empty_parameter, stream_norm
@@ -21,28 +21,36 @@ from paged.step.metadata import AttentionMetadata, OutputRows
 class ResidualMix(nn.Module):
     """A weighted sum of rows of the residual stream; the weights are a softmax of one learned score a row.
 
-    name: beginning of the names of its two tensors in a checkpoint.
+    Attributes:
+        name: beginning of the names of its two tensors in a checkpoint.
+        num_snapshots: snapshots that it reads, the first ones.
+        has_output: whether a part's output is added to the stream first.
     """
 
-    def __init__(self, config: DecoderConfig, name: str) -> None:
+    def __init__(self, config: DecoderConfig, name: str, num_snapshots: int, *, has_output: bool = True) -> None:
         super().__init__()
         self.name = name
+        # Attributes, since only modules with equal ones share a bound operation.
+        self.num_snapshots, self.has_output = num_snapshots, has_output
         self.norm = stream_norm(config)
         self.score = empty_parameter(1, config.hidden_size)
+        self.mix_snapshots = Bound(mix_snapshots)
 
-    def forward(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of rows, each [T, hidden_size]; computed in float32."""
-        query = self.norm.weight.float() * self.score[0].float()  # [hidden_size]
-        scores: list[torch.Tensor] = []
-        for row in rows:
-            wide = row.float()
-            root = (wide.square().mean(-1) + self.norm.eps).rsqrt()
-            scores.append((wide @ query) * root)
-        weights = torch.stack(scores, -1).softmax(-1)  # [T, number of rows]
-        mixed = rows[0] * weights[:, :1]
-        for index, row in enumerate(rows[1:], 1):
-            mixed.addcmul_(row, weights[:, index : index + 1])
-        return mixed.to(rows[0].dtype)
+    def forward(self, rows: torch.Tensor, output: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+        """Return the norm of a sum of snapshots and the stream, [T, hidden_size]; the stream takes `output` first.
+
+        rows: [S + 1, T, hidden_size], S snapshots and the stream.
+        """
+        return self.mix_snapshots(
+            rows,
+            output if self.has_output else None,
+            self.norm.weight,
+            self.score[0],
+            norm.weight,
+            self.num_snapshots,
+            eps=self.norm.eps,
+            norm_eps=norm.eps,
+        )
 
     def destinations(self, prefix: str) -> Destinations:
         """Return the two tensors; prefix: name of the module that has them."""
@@ -60,8 +68,9 @@ class SnapshotLayer(DecoderLayer):
         self.num_snapshots = -(-config.num_layers // config.snapshot_period)
         self.num_before = -(-index // config.snapshot_period)
         self.takes_snapshot = index % config.snapshot_period == 0
-        self.attention_mix = ResidualMix(config, "self_attention_res")
-        self.mlp_mix = ResidualMix(config, "mlp_res")
+        # The first layer's input is the stream.
+        self.attention_mix = ResidualMix(config, "self_attention_res", self.num_before, has_output=index > 0)
+        self.mlp_mix = ResidualMix(config, "mlp_res", self.num_before + self.takes_snapshot)
 
     def forward(
         self,
@@ -78,25 +87,20 @@ class SnapshotLayer(DecoderLayer):
         if residual is None:
             residual = hidden.new_empty(self.num_snapshots + 1, *hidden.shape)
             residual[-1] = hidden
-        else:
-            residual[-1].add_(hidden)
-        mixed = self.attention_mix([*residual[: self.num_before], residual[-1]])
-        attended = self.attend(self.before_attention(mixed)[0], positions, metadata, outputs)
+        mixed = self.attention_mix(residual, hidden, self.before_attention)
+        attended = self.attend(mixed, positions, metadata, outputs)
         if self.ranks.size > 1:
             attended = self.ranks.sum(attended)
-        lora, num_snapshots = metadata.lora, self.num_before
+        lora = metadata.lora
         if outputs is not None:
             residual, lora = residual[:, outputs.rows], outputs.lora
         if self.takes_snapshot:
-            residual[num_snapshots] = residual[-1]
-            residual[-1] = attended
-            num_snapshots += 1
-        else:
-            residual[-1].add_(attended)
+            residual[self.num_before] = residual[-1]
+            residual[-1].zero_()
 
         # The MLP, or experts.
-        mixed = self.mlp_mix([*residual[:num_snapshots], residual[-1]])
-        hidden = getattr(self, self.mlp_name)(self.before_mlp(mixed)[0], lora)
+        mixed = self.mlp_mix(residual, attended, self.before_mlp)
+        hidden = getattr(self, self.mlp_name)(mixed, lora)
         if self.ranks.size > 1:
             hidden = self.ranks.sum(hidden)
         return hidden, residual
@@ -111,14 +115,12 @@ class SnapshotNorm(RmsNorm):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.norms)
-        self.mix = ResidualMix(config, "output_attn_res")
+        self.mix = ResidualMix(config, "output_attn_res", -(-config.num_layers // config.snapshot_period))
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (normed, residual). x: the last layer's output. residual: [S + 1, T, hidden_size]."""
         assert residual is not None
-        residual[-1].add_(x)
-        normed, _ = super().forward(self.mix(list(residual)))
-        return normed, residual
+        return self.mix(residual, x, self), residual
 
     def destinations(self, prefix: str) -> Destinations:
         parent = prefix.rpartition(".")[0]
