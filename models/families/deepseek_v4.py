@@ -192,6 +192,7 @@ def expert_quantization(hf: HfConfig) -> Quantization | None:
     if section is None or quantization is None:
         return None
     expert_dtype = section.choice("expert_dtype", *_EXPERT_DTYPES) or expert_dtype or "fp4"
+    section.choice("moe_quant_algo", "MXFP4", "FP8")  # published too: NVFP4
     rules: list[Rule] = [(NamePattern(r".*\.compressor\."), None)]
     if section.text("quant_method") == "fp8" and expert_dtype == "fp4":
         mxfp4 = Fp4(form="mxfp4", group_size=MXFP4_GROUP, weight="weight", scale="scale")

@@ -390,6 +390,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str, type[Exception]]] = {
     "ratio 1": ({"layer_types": None, "compress_ratios": [1, 4, 128]}, "compress_ratios has 1", UnsupportedError),
     "groups": ({"o_groups": 3}, "num_attention_heads 4, expected a multiple of 3", CheckpointError),
     "the window": ({"sliding_window": 2}, "sliding_window 2, expected more than the 2 positions", UnsupportedError),
+    "experts in NVFP4": (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128], "moe_quant_algo": "NVFP4"}},
+        "moe_quant_algo = 'NVFP4' is not supported",
+        UnsupportedError,
+    ),
     "experts": ({"mlp_layer_types": ["moe", "moe"]}, "hash_moe or moe for each of 3 layers", CheckpointError),
 }
 
