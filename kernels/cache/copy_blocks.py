@@ -37,10 +37,13 @@ def _copy_blocks_kernel(
     pair_ptr = block_pairs_ptr + tl.program_id(0).to(tl.int64) * 2
     source = tl.load(pair_ptr)
     destination = tl.load(pair_ptr + 1)
-    if source == destination:  # fills up pairs of a step in which few sequences copy
+    source_address = tl.load(cache_ptrs_ptr + tl.program_id(1))
+    target_address = tl.load(cache_ptrs_ptr + tl.num_programs(1) + tl.program_id(1))
+    # A block and itself fill up the pairs of a step in which few sequences copy. In a swap, equal ids are two blocks.
+    if (source == destination) & (source_address == target_address):
         return
-    source_ptr = _words(tl.load(cache_ptrs_ptr + tl.program_id(1)), ALIGNMENT)
-    target_ptr = _words(tl.load(cache_ptrs_ptr + tl.num_programs(1) + tl.program_id(1)), ALIGNMENT)
+    source_ptr = _words(source_address, ALIGNMENT)
+    target_ptr = _words(target_address, ALIGNMENT)
     offs = tl.program_id(2).to(tl.int64) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
     mask = offs < words_per_block
     words = tl.load(source_ptr + source * stride_source_block + offs, mask=mask)

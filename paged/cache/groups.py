@@ -15,9 +15,11 @@ from paged.errors import InvalidInputError
 from paged.kernels.core.errors import as_bool, as_int, shown
 from paged.kernels.recurrent.metadata import STATE_DTYPES
 
-# Limit of block tables, because metadata and prefix look-ups take time in proportion to them. Gemma 3 27B has 7 tables,
-# DeepSeek-V4.1 in bfloat16 21.
-_MAX_TABLES = 24
+# Limit of block tables, because metadata and prefix look-ups take time in proportion to them. Gemma 3 27B has 7 tables.
+_MAX_TABLES = 16
+# Limit if more tables halve the memory of a position. DeepSeek-V4.1 in bfloat16 has 21: with 16, a block has room for
+# all 40 windows of a position, 57,880 bytes, where entries take 2,890.
+_MOST_TABLES = 24
 # Positions kept behind a sliding window, so that rejected drafts can be rolled back.
 ROLLBACK_SLACK = 64
 
@@ -199,7 +201,6 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
     if num_unwindowed > 1 and all(kind.most_seen is None or kind.latent for kind in kinds):
         # Try every number of planes. The best one halves the cache of GLM-5.2, see limits.md.
         sizes = list(range(sizes[0], least - 1, -1))
-    few = [num_planes for num_planes in sizes if sum(counts(num_planes)) <= _MAX_TABLES]
 
     def cost(num_planes: int) -> tuple[int, int]:
         """Return the planes of a position in tables without a window, then in all tables."""
@@ -210,7 +211,14 @@ def split_evenly(groups: Sequence[CacheGroup]) -> tuple[CacheGroup, ...]:
                 num_whole += count
         return num_planes * num_whole, num_planes * sum(num_tables)
 
-    num_planes = min(few or sizes[:1], key=cost)
+    def best(max_tables: int) -> int:
+        """Return the number of planes that costs least with so many tables."""
+        few = [num_planes for num_planes in sizes if sum(counts(num_planes)) <= max_tables]
+        return min(few or sizes[:1], key=cost)
+
+    num_planes, with_more_tables = best(_MAX_TABLES), best(_MOST_TABLES)
+    if 2 * cost(with_more_tables)[0] <= cost(num_planes)[0]:
+        num_planes = with_more_tables
     tables: list[CacheGroup] = []
     for (kind, layers), count in zip(kinds.items(), counts(num_planes), strict=True):
         layers.sort()

@@ -213,7 +213,10 @@ class Steps:
     def __init__(self, name: str, arguments: dict[str, Any], problem: Problem) -> None:
         self.operation = getattr(paged, name)
         self.arguments = arguments
-        self.state = RecurrentState(*(torch.full_like(each, float("nan")) for each in vars(problem.state).values()))
+        tensors = [
+            None if each is None else torch.full_like(each, float("nan")) for each in vars(problem.state).values()
+        ]
+        self.state = RecurrentState(*tensors)
         self.at, self.slot, self.cursor = 0, -1, 0
         self.outs: list[torch.Tensor] = []
 
