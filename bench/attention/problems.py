@@ -83,7 +83,7 @@ PROBLEMS = (
     Problem("nvfp4 heads of 72 and 40", ((3, 30), (20, 24)), cache_dtype=NVFP4, head_dim=72, v_head_dim=40, tree=True),
     Problem("fp8 with scales of rows", MIXED, cache_dtype=FP8_ROWS, padding_rows=2),
     Problem("int8 keys, int4 values", MIXED, cache_dtype=INT8, v_cache_dtype=INT4, head_dim=72, v_head_dim=40),
-    Problem("plain keys, nvfp4 values", ((1, 60), (40, 50)), dtype=HALF, cache_dtype=HALF, v_cache_dtype=NVFP4),
+    Problem("plain keys, nvfp4 values", ((1, 60), (40, 50)), dtype=HALF, v_cache_dtype=NVFP4),
     Problem("fp8 keys, nvfp4 values", ((1, 60), (9, 50)), cache_dtype=FP8, v_cache_dtype=NVFP4, chosen=(32, 2)),
     # Boxes are copies by the tensor memory accelerator. Blocks of 64 or more keys are fetched as boxes.
     Problem("boxes of 64", ((1, 600), (40, 50), (5, 18)), block_size=64, dtype=HALF),
