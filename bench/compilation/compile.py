@@ -64,6 +64,9 @@ _KNOWN_SPILLS = {
         # 32 x 32 spills none, but takes 883 instructions for 32 rows instead of 610 for 64.
         "paged_attention prefill 64 x 32 D=256 bf16 nvfp4 cache for sm_90": 58,
         "paged_attention prefill 64 x 32 D=128 bf16 nvfp4 cache window options for sm_120": 14,
+        # On sm_100 alone, where a chunk's state is read and written, not in its loop.
+        "gated_delta_rule i8 states, scan chunks 32 x 128 x 128 bf16": 19,
+        "gated_delta_rule i8 states, scan chunks 64 x 128 x 128 bf16 bounded": 6,
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_100": 5,
         "paged_mla_attention 128 heads 64 x 32 512 + 64 bf16 for sm_103": 5,
         "paged_compressed_attention 64 heads bf16 pools of 128 64 x 32 for sm_90": 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +20,12 @@ from .plan import AttentionPlan, outputs, reference_to
 
 # Most pairs of a query and a key whose groups all layers share, a byte each. Every layer makes those of longer prompts.
 _MAX_KEPT = 1 << 28
-# The scale of 8-bit floats without one.
-_ONE = torch.ones(1)
+
+
+@cache
+def _one() -> torch.Tensor:
+    """Return the scale of 8-bit floats without one; made by the first call, so that importing makes no tensor."""
+    return torch.ones(1)
 
 
 def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
@@ -290,8 +295,8 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 "sinks": None if sinks is None else sinks.contiguous(),
                 "alibi_slopes": None if alibi_slopes is None else alibi_slopes.contiguous(),
                 "lse": lse,
-                "k_scale": _ONE if k_scale is None else k_scale,
-                "v_scale": _ONE if v_scale is None else v_scale,
+                "k_scale": _one() if k_scale is None else k_scale,
+                "v_scale": _one() if v_scale is None else v_scale,
                 "chosen_blocks": chosen_blocks,
             }
         )
