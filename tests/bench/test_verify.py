@@ -243,7 +243,7 @@ def test_a_candidate_is_checked_with_what_it_takes(capsys: pytest.CaptureFixture
     assert cli.main([*BY_TORCH, "--quick", *candidate, "--only", "decode"]) == 0
     printed = capsys.readouterr().out
     assert "not checked: tests.bench.wrong_attention:int32_offsets takes no k_scale" in printed
-    assert "2 of 2 right, 2 not checked, by tests.bench.wrong_attention:int32_offsets on cpu" in printed
+    assert "2 of 2 right, 3 not checked, by tests.bench.wrong_attention:int32_offsets on cpu" in printed
     assert cli.main([*BY_TORCH, *candidate, "--only", "sinks"]) == 1, "nothing was checked"
     for options, error in (
         (["--op", "attention"], "--op attention: no operation; there are paged_attention, "),
