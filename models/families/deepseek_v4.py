@@ -11,6 +11,7 @@ import torch
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.checks import MAX_HEAD_DIM
 from paged.kernels.core.errors import shown
+from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.kernels.quantization.packing import MXFP4_GROUP
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
 from paged.models.families.network import Network
@@ -173,7 +174,7 @@ def indexer(hf: HfConfig, pool_size: int) -> IndexConfig:
 def streams_config(hf: HfConfig, *, has_head: bool) -> StreamsConfig:
     """Return the residual streams."""
     return StreamsConfig(
-        count=hf.integer("hc_mult"),
+        count=hf.integer("hc_mult", maximum=MAX_STREAMS),
         eps=hf.number("hc_eps"),
         num_iterations=hf.integer("hc_sinkhorn_iters"),
         has_head=has_head,

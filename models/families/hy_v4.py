@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.models.families.deepseek import indexed_latents, sharing_choices
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
 from paged.models.families.network import Network
@@ -62,7 +63,10 @@ def _hy_v4(hf: HfConfig) -> dict[str, Any]:
             moe = replace(moe, activation="silu_10")
         experts.append(moe)
     streams = StreamsConfig(
-        count=hf.integer("hc_mult"), eps=hf.number("hc_eps"), magnitude=hf.number("hc_magnitude"), has_head=True
+        count=hf.integer("hc_mult", maximum=MAX_STREAMS),
+        eps=hf.number("hc_eps"),
+        magnitude=hf.number("hc_magnitude"),
+        has_head=True,
     )
     return fields | {
         "latent": sharing_choices(hf, fields["latent"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
+from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.models.families.attention_residual import SnapshotLayer, SnapshotNorm
 from paged.models.families.deepseek import indexer_types, latent_attention, sharing_choices
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
@@ -224,7 +225,9 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
         section.value(name)  # repeat `layer_types`
     section.refuse_unread()
     streams = StreamsConfig(
-        count=hf.integer("hc_mult"), eps=hf.number("hc_eps"), num_iterations=hf.integer("hc_sinkhorn_iters")
+        count=hf.integer("hc_mult", maximum=MAX_STREAMS),
+        eps=hf.number("hc_eps"),
+        num_iterations=hf.integer("hc_sinkhorn_iters"),
     )
     fields = latent_attention(hf, _pooled_index(hf), reads_head_dim=False, minimum_rope_dim=0)
     latent = replace(fields.pop("latent"), eps=hf.number("rms_norm_eps"))

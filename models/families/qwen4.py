@@ -12,6 +12,7 @@ import torch
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, UnsupportedError
+from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.models.families.hybrid import qwen4_exp
 from paged.models.families.hyper_streams import StreamsLayer, StreamsMix
 from paged.models.families.network import Network
@@ -97,7 +98,8 @@ class Qwen4Exp(Network):
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        streams = GatedStreamsConfig(count=hf.integer("hc_count", minimum=2), rank=hf.integer("hc_lowrank"))
+        count = hf.integer("hc_count", minimum=2, maximum=MAX_STREAMS)
+        streams = GatedStreamsConfig(count=count, rank=hf.integer("hc_lowrank"))
         kinds, fields = qwen4_exp(hf)
         fields |= {
             "block_index": for_kind(kinds, "full_attention", _indexer(hf, fields["rope"], read_head_dim(hf))),
