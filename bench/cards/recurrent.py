@@ -161,7 +161,7 @@ def _results(arguments: Arguments, out: Any) -> Tensors:
     results = {"out": out.flatten(1)}
     state = arguments["state"]
     if state.state_scale is not None:
-        S = KV_KINDS[torch.int8].decode(state.state, state.state_scale.double(), torch.float64)
+        S = KV_KINDS[torch.int8].decode(state.state, state.state_scale, state.state_scale.dtype)
         state = replace(state, state=S)
     for part in _STATE:
         tensor = getattr(state, part)
