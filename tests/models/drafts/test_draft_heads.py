@@ -57,7 +57,7 @@ def drafts_after(
     [
         ("auto", 1e-4),
         pytest.param("int8", 0.4, marks=pytest.mark.thorough),  # rounding K and V moves these logits by 0.13
-        pytest.param("int8,nvfp4", 2.0, marks=pytest.mark.thorough),  # by 0.8
+        pytest.param("int8,nvfp4", 3.0, marks=pytest.mark.thorough),  # by 0.8 and 1.3
     ],
 )
 def test_logits(kind: str, kv_cache_dtype: str, tolerance: float, tmp_path: Path) -> None:
