@@ -19,6 +19,7 @@ from triton import language as tl
 import paged
 from paged.models.families.attention_residual import ResidualMix
 from paged.models.layers.config import NormConfig
+from paged.models.layers.decoder import RmsNorm
 from paged.models.registry import load_model
 from tests.kernels.recurrent.problem import Problem, Seq, run
 from tests.models.families import FAMILIES, save_checkpoint
@@ -95,16 +96,16 @@ def test_attention_residual(num_snapshots: int, theirs: Any) -> None:
     """Adds to the sum, mixes it with snapshots, and applies the layer's norm."""
     norms = SimpleNamespace(hidden_size=48, norms=NormConfig(eps=1e-5))
     rows = torch.randn(num_snapshots + 2, 7, 48)  # snapshots, sum, what is added
-    mix = ResidualMix(norms, "mlp_res")
+    mix = ResidualMix(norms, "mlp_res", num_snapshots)
     mix.norm.weight.data.uniform_(0.5, 1.5)
     mix.score.data.normal_()
-    weight = torch.rand(48)
-    mixed = mix([*rows[:-2], rows[-2] + rows[-1]])
+    norm = RmsNorm(48, norms.norms)
+    norm.weight.data.uniform_(0.5, 1.5)
     want = theirs("attn_res").attn_res(
         rows[-2].clone(), rows[-1], rows[:-2].transpose(0, 1).contiguous(), mix.norm.weight.detach(),
-        mix.score[0].detach(), weight, num_snapshots, -1, 1e-5, 1e-5,
+        mix.score[0].detach(), norm.weight.detach(), num_snapshots, -1, 1e-5, 1e-5,
     )  # fmt: skip
-    assert_close(paged.rms_norm(mixed, weight, 1e-5), want.double())
+    assert_close(mix(rows[:-1].clone(), rows[-1], norm), want.double())
 
 
 def test_delta_attention(theirs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
