@@ -39,7 +39,6 @@ _MOST_BLOCKS = 512
 _MOST_TOKENS = 4096
 # Modules of numba kernels that every network needs. Experts and recurrent layers need more modules, listed below.
 _KERNELS = (
-    "cpu.attention.few_queries",
     "cpu.cache.qk_norm_rope_and_cache",
     "cpu.layers.rms_norm",
     "cpu.layers.gated_activation",
@@ -85,6 +84,7 @@ def load_numba_kernels(network: Network, dtype: torch.dtype, track: Track = untr
     kernels = []
     for name in names:
         kernels += [value for value in vars(module(name)).values() if isinstance(value, kind)]
+    kernels.append(module("cpu.attention.few_kernels").kernel_of("", ""))
     kernels.append(module("cpu.attention.paged_attention").kernel_of_many(dtype))
     if has_products:
         kernels += module("cpu.quantization.block_product").KERNELS.values()

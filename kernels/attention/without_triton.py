@@ -109,8 +109,10 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
 
 
 def _takes_codes(call: AttentionCall) -> bool:
-    """Return whether numba kernels read the call's 4- or 8-bit caches."""
-    if call.chosen_blocks is not None or call.k_cache.dtype not in KV_KINDS:
+    """Return whether numba kernels read the call's keys or values in 4 or 8 bits."""
+    if call.chosen_blocks is not None:
+        return False
+    if call.k_cache.dtype not in KV_KINDS and call.v_cache.dtype not in KV_KINDS:
         return False
     if not takes_numba(call.q, weights=(call.sinks, call.alibi_slopes)):
         return False
@@ -276,6 +278,8 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
         alibi_slopes: torch.Tensor | None = None,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        k_table_scale: torch.Tensor | None = None,
+        v_table_scale: torch.Tensor | None = None,
         chosen_blocks: torch.Tensor | None = None,
         plan: AttentionPlan | None = None,
         out: torch.Tensor | None = None,
@@ -297,6 +301,8 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 "lse": lse,
                 "k_scale": _one() if k_scale is None else k_scale,
                 "v_scale": _one() if v_scale is None else v_scale,
+                "k_table_scale": _one() if k_table_scale is None else k_table_scale,
+                "v_table_scale": _one() if v_table_scale is None else v_table_scale,
                 "chosen_blocks": chosen_blocks,
             }
         )

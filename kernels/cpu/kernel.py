@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import llvmlite.binding
@@ -62,7 +63,21 @@ class Kernel:
     or of this folder changes, and for another processor.
     """
 
-    def __init__(self, body: Callable[[Any], None]) -> None:
+    def __init__(
+        self, body: Callable[[Any], None], *, name: str = "", functions: Mapping[str, Any] | None = None
+    ) -> None:
+        """Keep the function.
+
+        Args:
+            body: the function.
+            name: tells kernels apart that have one body.
+            functions: device functions that the body calls by these global names. A closure over them would be compiled
+                again in every process, because numba's cache compares closures by values that change.
+        """
+        if functions is not None:
+            qualname = f"{body.__qualname__}_{name}"
+            body = FunctionType(body.__code__, {**body.__globals__, **functions})
+            body.__qualname__ = qualname
         self._body = body
         # numba looks cached code up by this name, and checks only the function's own file. So add a hash of all
         # sources. Two processors that compile at once into one folder would also take one file for both their codes,

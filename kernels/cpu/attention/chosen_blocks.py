@@ -9,10 +9,9 @@ from ...attention.call import AttentionCall
 from .. import kernel as nb
 from ..launch import NumbaLaunch
 from ..vectors import LANES, LOG2_E, load_part, store_part
+from .few_kernels import LEAST_SCALE, TENSORS, sizes_of
 from .few_queries import (
     _KEYS,
-    LEAST_SCALE,
-    TENSORS,
     _change,
     _copied_bfloats,
     _copy_scaled,
@@ -21,7 +20,6 @@ from .few_queries import (
     _score,
     _weigh,
     _weights,
-    sizes_of,
 )
 from .many_queries import clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
 

@@ -17,7 +17,8 @@ from ...attention.call import CompressedCall
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import LANES, LOG2_E, fill, load_e4m3, load_vector, multiply_add, store_vector
-from .few_queries import LEAST_SCALE, _place_of_key
+from .few_kernels import LEAST_SCALE
+from .few_queries import _place_of_key
 from .many_queries import KEYS, ROWS, STEP, _multiply, clear_rows, first_sum, log_sum_exp, options_of, place
 from .vector_products import attend_block, pack_rows, store, widen
 

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from ...attention.call import AttentionCall
-from ...core.checks import scale_strides
-from ...core.dtypes import kv_kind
 from .. import kernel as nb
-from ..code_vectors import E4M3, E5M2, INT4, INT8, Codes, code_products, weighted_code_sums
-from ..launch import SCRATCH, NumbaLaunch
+from ..code_vectors import CODES, NUMBERS, Codes, code_products, weighted_code_sums
 from ..vectors import (
     HAS_WIDE_VECTORS,
     LANES,
-    LOG2_E,
     count_from,
     distances,
     exp2_of,
@@ -34,19 +28,44 @@ from ..vectors import (
     sum_of,
     weighted_sums,
 )
-from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
+from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, visible
 
 # Keys whose scores a thread holds at once. With 16 rows of head_dim 128, scores and accumulators take 12 KB.
 _KEYS = 64
-# Scratch memory of the rows that a thread takes at once. Adjacent heads are read together while this fits the L1 cache.
-_SCRATCH_BYTES = 24 << 10
-# Smallest softmax scale. It is not 0, because 0 * -inf is NaN.
-LEAST_SCALE = 2.0**-126
 # Pointer to a thread's copy of bfloat16 queries. With wide vectors the copy is bfloat16, because sums of pairs fit into
 # registers; else it is float32.
 _copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
 _add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
 Step = Callable[..., Any]
+
+
+class Format(NamedTuple):
+    """A format of keys and of values: the steps that read them, and pointers to what they read.
+
+    Attributes:
+        copy_query: copies a query, times a factor if the format has groups.
+        fetch: prefetches keys or values.
+        rows_scored: returns how many of a head's last rows `score` takes next.
+        score: computes products of queries and keys.
+        scale_weights: multiplies the weights of keys before `weigh`.
+        weigh: adds weighted values.
+        copy_sums: writes a row of sums, times a factor.
+        unit: factor of all numbers, besides those of a table, for `copy_query` and `copy_sums`.
+        bfloats, floats: make pointers to a cache and to copied queries beside queries of this dtype.
+        scales: makes a pointer to scales.
+    """
+
+    copy_query: Step
+    fetch: Step
+    rows_scored: Step
+    score: Step
+    scale_weights: Step
+    weigh: Step
+    copy_sums: Step
+    unit: float
+    bfloats: tuple[Any, Any]
+    floats: tuple[Any, Any]
+    scales: Any
 
 
 @nb.device_function
@@ -66,28 +85,28 @@ def _fetch_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
 
 
 @nb.device_function
-def _fetch_int4_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
+def _fetch_nibbles(cache, start, stride, head_stride, num_heads, size, begin, end):
     _fetch_keys(cache, start, stride, head_stride, num_heads, size // 2, begin, end)
 
 
 @nb.inlined
-def _copy_query(q, start, queries, to, size):
+def _copy_query(q, start, _factor, queries, to, size):
     for i in range(0, size, LANES):
         store_part(queries, to + i, load_part(q, start + i, size - i), size - i)
 
 
 @nb.device_function
-def _copy_int4_query(q, start, queries, to, size):
-    """Copy a query with the even ones of 32 numbers before the odd ones."""
+def _copy_even_and_odd(q, start, factor, queries, to, size):
+    """Copy a query, times a factor, with the even ones of 32 numbers before the odd ones."""
     for chunk in range(0, size, 2 * LANES):
         for i in range(LANES):
-            queries[to + chunk + i] = nb.load(q, start + chunk + 2 * i)
-            queries[to + chunk + LANES + i] = nb.load(q, start + chunk + 2 * i + 1)
+            queries[to + chunk + i] = nb.load(q, start + chunk + 2 * i) * factor
+            queries[to + chunk + LANES + i] = nb.load(q, start + chunk + 2 * i + 1) * factor
 
 
 @nb.device_function
-def _copy_int4_sums(sums, start, factor, out, to, size):
-    """Undo the order of `_copy_int4_query`, times a factor."""
+def _copy_in_turn(sums, start, factor, out, to, size):
+    """Undo the order of `_copy_even_and_odd`, times a factor."""
     for chunk in range(0, size, 2 * LANES):
         for i in range(LANES):
             nb.store(out, to + chunk + 2 * i, sums[start + chunk + i] * factor)
@@ -120,7 +139,7 @@ def _code_steps(codes: Codes) -> tuple[Step, Step]:
     """Return the steps that compute scores of keys in codes, and add weighted values in codes."""
     score_one, score_two, score_four = (_scores_by(codes, num_rows) for num_rows in (1, 2, 4))
     add_to_one, add_to_two, add_to_four = (weighted_code_sums(codes, num_rows) for num_rows in (1, 2, 4))
-    numbers_per_byte, has_groups = codes.numbers_per_byte, codes.has_groups
+    numbers_per_byte, num_scales = codes.numbers_per_byte, codes.num_scales
 
     @nb.inlined
     def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to, num_rows):
@@ -151,8 +170,7 @@ def _code_steps(codes: Codes) -> tuple[Step, Step]:
     ):
         """Add 32 weighted values of keys, from a column on, to the sums of 1, 2 or 4 rows; see `_weigh`."""
         value += column // numbers_per_byte
-        if has_groups:
-            place = place + column // (2 * LANES)
+        place = place + column // NUMBERS * num_scales
         if num_rows == 4:
             add_to_four(
                 scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys
@@ -165,9 +183,8 @@ def _code_steps(codes: Codes) -> tuple[Step, Step]:
     return score, weigh
 
 
-def _scale_step(codes: Codes) -> Step:
-    """Return the step that multiplies weights by their values' scales, of which each row has one."""
-    unit = codes.unit
+def _scale_step(unit: float) -> Step:
+    """Return the step that multiplies weights by their values' scales, of which each row has one, and by a unit."""
 
     @nb.device_function
     def scale_weights(scratch, weights, num_rows, scales, place, stride, num_keys):
@@ -295,29 +312,20 @@ def _copy_scaled(source, start, factor, target, to, size):
         store_part(target, to + i, scaled, size - i)
 
 
-def _attention_by(
-    copy_query: Step,
-    fetch_keys: Step,
-    rows_scored: Step,
-    score: Step,
-    scale_weights: Step,
-    weigh: Step,
-    copy_sums: Step,
-) -> Any:
-    """Return a kernel over sequences that reads queries, prefetches and scores keys, weighs values and writes results.
-
-    It does so by these steps. rows_scored: returns how many of a head's last rows `score` takes next. scale_weights:
-    multiplies the weights of keys before `weigh`.
-    """
+def attention_by(keys: Format, values: Format) -> Any:
+    """Return a kernel over sequences whose keys and values have these formats."""
+    copy_query, fetch_keys, rows_scored, score = keys.copy_query, keys.fetch, keys.rows_scored, keys.score
+    fetch_values, scale_weights, weigh, copy_sums = values.fetch, values.scale_weights, values.weigh, values.copy_sums
 
     @nb.device_function
     def attend_heads(
-        q, k_cache, v_cache, row_scales, out, block_table, memory, options, strides, scale, at, seq, row, num_queries,
-        length, head, end_head, group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size,
-        next_keys,
+        q, k_cache, v_cache, row_scales, factors, out, block_table, memory, options, strides, scale, at, seq, row,
+        num_queries, length, head, end_head, group, num_tokens, size, v_size, block_size, window_left, window_right,
+        chunk_size, next_keys,
     ):  # fmt: skip
         """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
 
+        factors: of all keys and of all values.
         next_keys: place of the keys that are read next, for prefetching.
         """
         scratch, queries = memory
@@ -340,7 +348,7 @@ def _attention_by(
         for r in range(rows):
             member = (head + r // of_head) * group + r % group
             start = (row + r % of_head // group) * q_token + member * q_head
-            copy_query(q, start, queries, r * size, size)
+            copy_query(q, start, factors[0], queries, r * size, size)
             for i in range(v_size):
                 scratch[sums + r * v_size + i] = np.float32(0)
             scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
@@ -370,7 +378,7 @@ def _attention_by(
                         num_rows = rows_scored(end_row - r)
                         begin, end = r * share, min((r + num_rows) * share, run)
                         if j + run == num_keys:
-                            fetch_keys(
+                            fetch_values(
                                 v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end
                             )
                         else:
@@ -408,11 +416,10 @@ def _attention_by(
                 start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
                 scales, _ = _place_of_key(block_table, table, tile + j, block_size, v_scale_block, v_scale_slot)
                 run = min(num_keys - j, room)
-                cache, following, next_slot, next_head, next_size = k_cache, next_keys, k_slot, k_head, size
+                following = next_keys
                 if j + run < num_keys:
                     following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
                     following += head * v_head
-                    cache, next_slot, next_head, next_size = v_cache, v_slot, v_head, v_size
                 elif tile + _KEYS < end_key:
                     following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
                     following += head * k_head
@@ -427,16 +434,11 @@ def _attention_by(
                         # Spread prefetches between the sums, because many at once delay the loads of values.
                         step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
                         for column in range(0, v_size, 2 * LANES):
-                            fetch_keys(
-                                cache,
-                                following,
-                                next_slot,
-                                next_head,
-                                num_heads,
-                                next_size,
-                                begin,
-                                min(begin + step, end),
-                            )
+                            stop = min(begin + step, end)
+                            if j + run < num_keys:
+                                fetch_values(v_cache, following, v_slot, v_head, num_heads, v_size, begin, stop)
+                            else:
+                                fetch_keys(k_cache, following, k_slot, k_head, num_heads, size, begin, stop)
                             begin += step
                             to, width = sums + r * v_size + column, v_size - column
                             weigh(
@@ -453,10 +455,10 @@ def _attention_by(
             inverse = np.float32(0)
             if total != 0:
                 inverse = np.float32(1) / total
-            copy_sums(scratch, sums + r * v_size, inverse, out, start, v_size)
+            copy_sums(scratch, sums + r * v_size, inverse * factors[1], out, start, v_size)
 
     @nb.device_function
-    def attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at):
+    def attend(q, k_cache, v_cache, scales, factors, out, ids, memory, options, sizes, strides, scale, at):
         """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order.
 
         The first thread sets the rows of empty sequences and of no sequence to 0.
@@ -507,9 +509,9 @@ def _attention_by(
                         next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
                     next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
                     attend_heads(
-                        q, k_cache, v_cache, scales, out, block_table, memory, options, strides, scale, at, seq, row,
-                        num_queries, length, head, stop, group, num_tokens, size, v_size, block_size, window_left,
-                        window_right, chunk_size, next_keys,
+                        q, k_cache, v_cache, scales, factors, out, block_table, memory, options, strides, scale, at,
+                        seq, row, num_queries, length, head, stop, group, num_tokens, size, v_size, block_size,
+                        window_left, window_right, chunk_size, next_keys,
                     )  # fmt: skip
                     head = stop
             first_of_seq += length * num_kv_heads
@@ -517,157 +519,43 @@ def _attention_by(
     return attend
 
 
-def _attention_of_rows(codes: Codes) -> Any:
-    """Return a kernel over sequences for caches in codes that have a scale for each row."""
+def _format_of(codes: Codes) -> Format:
+    """Return the steps for rows in codes, which are read as bytes and multiplied as float32."""
     score, weigh = _code_steps(codes)
-    return _attention_by(_copy_query, _fetch_keys, _rows_together, score, _scale_step(codes), weigh, _copy_scaled)
-
-
-_attend = _attention_by(
-    _copy_query, _fetch_keys, _one_row, _score_unscaled, _keep_weights, _weigh_unscaled, _copy_scaled
-)  # fmt: skip
-_score_int4, _weigh_int4 = _code_steps(INT4)
-_attend_int4 = _attention_by(
-    _copy_int4_query, _fetch_int4_keys, _rows_together, _score_int4, _keep_weights, _weigh_int4, _copy_int4_sums
-)
-_attend_int8, _attend_e4m3, _attend_e5m2 = (_attention_of_rows(codes) for codes in (INT8, E4M3, E5M2))
-
-
-@nb.Kernel
-def _paged_attention(arguments):
-    values = nb.unpack(arguments, 41)
-    is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
-    ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-    options, scratch, scratch_size = options_of(values[9:12], values[38:]), values[12], values[13]
-    at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
-    floats, queries = nb.floats(scratch), scratch + at * 4  # in bytes
-    none = np.int64(0)
-    sizes, strides = values[15:27], (*values[27:38], none, none, none, none, none, none)
-    scales = nb.bfloats(none), nb.bfloats(none)  # rows have no scales
-    if is_bf16:
-        q, k_cache, v_cache, out = nb.bfloats(q), nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(out)
-        memory = floats, _copied_bfloats(queries)
-        _attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at)
-    else:
-        q, k_cache, v_cache, out = nb.floats(q), nb.floats(k_cache), nb.floats(v_cache), nb.floats(out)
-        memory = floats, nb.floats(queries)
-        _attend(q, k_cache, v_cache, scales, out, ids, memory, options, sizes, strides, scale, at)
-
-
-def _in_codes(attend: Any, scale_pointers: Any) -> Any:
-    """Return the body of a kernel for caches in codes, whose scales are read through `scale_pointers`."""
-
-    @nb.inlined
-    def run(values):
-        is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
-        ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-        options, scratch, scratch_size = options_of(values[9:12], values[38:41]), values[12], values[13]
-        at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
-        memory = nb.floats(scratch), nb.floats(scratch + at * 4)
-        sizes, strides = values[15:27], values[27:38] + values[43:49]
-        scales = scale_pointers(values[41]), scale_pointers(values[42])
-        keys, vals = nb.uint8s(k_cache), nb.uint8s(v_cache)
-        if is_bf16:
-            attend(nb.bfloats(q), keys, vals, scales, nb.bfloats(out), ids, memory, options, sizes, strides, scale, at)
-        else:
-            attend(nb.floats(q), keys, vals, scales, nb.floats(out), ids, memory, options, sizes, strides, scale, at)
-
-    return run
-
-
-_run_int4 = _in_codes(_attend_int4, nb.bfloats)
-_run_int8, _run_e4m3, _run_e5m2 = (_in_codes(by, nb.floats) for by in (_attend_int8, _attend_e4m3, _attend_e5m2))
-
-
-@nb.Kernel
-def _paged_int4_attention(arguments):
-    _run_int4(nb.unpack(arguments, 49))
-
-
-@nb.Kernel
-def _paged_int8_attention(arguments):
-    _run_int8(nb.unpack(arguments, 49))
-
-
-@nb.Kernel
-def _paged_e4m3_attention(arguments):
-    _run_e4m3(nb.unpack(arguments, 49))
-
-
-@nb.Kernel
-def _paged_e5m2_attention(arguments):
-    _run_e5m2(nb.unpack(arguments, 49))
-
-
-# Kernels for caches in codes, by names of kinds; their scales are arguments.
-KERNELS_OF_CODES = {
-    "int4": _paged_int4_attention,
-    "int8": _paged_int8_attention,
-    "e4m3": _paged_e4m3_attention,
-    "e4m3_rows": _paged_e4m3_attention,
-    "e5m2": _paged_e5m2_attention,
-}
-
-
-# First arguments of both attention kernels.
-TENSORS = (
-    *("q", "k_cache", "v_cache", "out", "block_table", "cu_seqlens_q", "seq_lens"),
-    *("sinks", "alibi_slopes", "lse", SCRATCH),
-)
-
-
-def sizes_of(call: AttentionCall) -> tuple[int, ...]:
-    """Return the last arguments of both kernels: sizes, visibility, strides and options."""
-    are_bf16 = [number is not None and number.dtype == torch.bfloat16 for number in (call.sinks, call.alibi_slopes)]
-    return (
-        call.q.shape[0],
-        call.q.shape[2],
-        call.v_head_dim,
-        call.k_cache.shape[1],
-        *call.window,
-        call.chunk_size,
-        *call.q.stride()[:2],
-        *call.k_cache.stride()[:3],
-        *call.v_cache.stride()[:3],
-        *call.out_strides,
-        call.block_table.stride(0),
-        *are_bf16,
-        nb.bits(call.softcap * LOG2_E),
+    pointers = nb.uint8s, nb.floats
+    fetch, copy_query, copy_sums = _fetch_keys, _copy_query, _copy_scaled
+    if codes.numbers_per_byte == 2:
+        fetch, copy_query, copy_sums = _fetch_nibbles, _copy_even_and_odd, _copy_in_turn
+    scale_weights, unit = _scale_step(codes.unit), 1.0
+    if codes.group_scales is not None:
+        scale_weights, unit = _keep_weights, codes.unit
+    return Format(
+        copy_query=copy_query,
+        fetch=fetch,
+        rows_scored=_rows_together,
+        score=score,
+        scale_weights=scale_weights,
+        weigh=weigh,
+        copy_sums=copy_sums,
+        unit=unit,
+        bfloats=pointers,
+        floats=pointers,
+        scales=codes.scales,
     )
 
 
-def scales_of(call: AttentionCall) -> tuple[int | str, ...]:
-    """Return the arguments of a kernel for caches in codes: scales and their strides."""
-    return "k_scale", "v_scale", *scale_strides(k_scale=call.k_scale, v_scale=call.v_scale).values()
-
-
-def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
-    """Return a launch that fills the rows of sequences with up to `max_queries` queries.
-
-    The launch is for calls like this one, with the same lengths and checked ids. cu_seqlens_q and seq_lens must be
-    contiguous.
-    """
-    _, num_q_heads, size = call.q.shape
-    num_kv_heads, v_size = call.v_cache.shape[2], call.v_head_dim
-    group = num_q_heads // num_kv_heads
-    # Float32 numbers of a row: its query, scores, sums, and two numbers of the softmax. The scratch memory of a thread
-    # is rounded up to cache lines of 64 bytes, so that threads share none.
-    row_size = size + _KEYS + v_size + 2
-    max_rows = max(max_queries * group, min(num_kv_heads * group, _SCRATCH_BYTES // (4 * row_size)))
-    scratch_size = -(-max_rows * row_size // 16) * 16
-    arguments: tuple[int | str, ...] = (
-        call.q.dtype == torch.bfloat16,
-        *TENSORS,
-        scratch_size,
-        nb.bits(max(call.softmax_scale * LOG2_E, LEAST_SCALE)),
-        len(call.seq_lens),
-        max_queries,
-        num_kv_heads,
-        max_rows,
-        group,
-        *sizes_of(call),
-    )
-    kernel = KERNELS_OF_CODES.get(kv_kind(call.k_cache.dtype).name)
-    if kernel is None:
-        return NumbaLaunch(_paged_attention.address, call.num_products, arguments, scratch_size=scratch_size)
-    return NumbaLaunch(kernel.address, call.num_products, (*arguments, *scales_of(call)), scratch_size=scratch_size)
+# Formats by names of `KvKind`; "" is the dtype of the queries, without scales.
+FORMATS = {name: _format_of(codes) for name, codes in CODES.items()}
+FORMATS[""] = Format(
+    copy_query=_copy_query,
+    fetch=_fetch_keys,
+    rows_scored=_one_row,
+    score=_score_unscaled,
+    scale_weights=_keep_weights,
+    weigh=_weigh_unscaled,
+    copy_sums=_copy_scaled,
+    unit=1.0,
+    bfloats=(nb.bfloats, _copied_bfloats),
+    floats=(nb.floats, nb.floats),
+    scales=nb.floats,
+)

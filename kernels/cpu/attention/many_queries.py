@@ -190,7 +190,7 @@ def block_by(score: Step, weigh: Step, add_values: Step) -> Any:
 def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: Step) -> Any:
     """Return a kernel over sequences that packs by these steps, and attends with each block by `attend_block`.
 
-    pack_keys: also takes the caches' format and the addresses of scales, and reads starts of keys, of values and of
+    pack_keys: also takes the caches' formats and the addresses of scales, and reads starts of keys, of values and of
     their scales.
     """
 
@@ -201,7 +201,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
     ):  # fmt: skip
         """Attend with rows of one KV head of a sequence."""
         sinks, slopes, _, lse = options
-        k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head = row_scales[3:]
+        k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head = row_scales[6:]
         _, _, _, group, _, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size = sizes
         q_token, q_head, k_block, k_slot, k_head, v_block, v_slot, v_head, out_token, out_head, _ = strides
         queries, sums, state, bounds, alibi, keys, values, _, _, rows, slots = areas
@@ -237,7 +237,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
                 longs[slots + KEYS + i] = block_id * v_block + offset * v_slot + head * v_head
                 longs[slots + 2 * KEYS + i] = block_id * k_scale_block + offset * k_scale_slot + head * k_scale_head
                 longs[slots + 3 * KEYS + i] = block_id * v_scale_block + offset * v_scale_slot + head * v_scale_head
-            pack_keys(k_cache, v_cache, row_scales[:3], memory, slots, keys, values, begin, stop, size, v_size)
+            pack_keys(k_cache, v_cache, row_scales[:6], memory, slots, keys, values, begin, stop, size, v_size)
             for block in range(num_blocks):
                 at = bounds + block * 2 * ROWS
                 low = max(begin, (ints[at] - chunk) // STEP * STEP)
@@ -263,7 +263,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
         q, k_cache, v_cache, out = tensors
         block_table, cu_seqlens_q, seq_lens = nb.int32s(values[5]), nb.int32s(values[6]), nb.int32s(values[7])
         options = options_of(values[8:11], values[48:51])
-        row_scales = values[51:60]
+        row_scales = values[52:64]
         scratch = values[11] + nb.thread_index() * values[12] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
         scale, areas, sizes, strides = nb.as_float(values[13]), values[14:25], values[25:37], values[37:48]

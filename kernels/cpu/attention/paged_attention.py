@@ -9,13 +9,13 @@ import torch
 from ...attention.call import AttentionCall
 from ...core.dtypes import kv_kind
 from .. import kernel as nb
-from ..code_vectors import HAS_FLOAT16, NUMBERS
+from ..code_vectors import CODES, HAS_FLOAT16, NUMBERS
 from ..launch import NumbaLaunch
 from ..tiles import TILE_COLUMNS, configure, has_tiles, release
 from ..vectors import LANES, LOG2_E
-from . import few_queries, tile_products, vector_products
+from . import few_kernels, tile_products, vector_products
 from .many_queries import KEYS, ROWS
-from .vector_products import FORMATS
+from .vector_products import number_of_format
 
 # Most rows of a KV head (queries times heads of a group) for the kernel for few queries, which is slower from 20 rows
 # on. See ../limits.md.
@@ -34,7 +34,7 @@ def _bfloat16_tensors(values):
 
 @nb.Kernel
 def _tiles(arguments):
-    values = nb.unpack(arguments, 60)
+    values = nb.unpack(arguments, 64)
     configure()
     _attend_by_tiles(_bfloat16_tensors(values), values)
     release()
@@ -42,24 +42,23 @@ def _tiles(arguments):
 
 @nb.Kernel
 def _bfloat16(arguments):
-    values = nb.unpack(arguments, 60)
+    values = nb.unpack(arguments, 64)
     _attend_by_vectors(_bfloat16_tensors(values), values)
 
 
 @nb.Kernel
 def _float32(arguments):
-    values = nb.unpack(arguments, 60)
+    values = nb.unpack(arguments, 64)
     _attend_by_vectors((nb.floats(values[1]), nb.floats(values[2]), nb.floats(values[3]), nb.floats(values[4])), values)
 
 
 @nb.Kernel
 def _codes(arguments):
-    values = nb.unpack(arguments, 61)
-    keys, vals = nb.uint8s(values[2]), nb.uint8s(values[3])
-    if values[60]:
-        _attend_codes((nb.bfloats(values[1]), keys, vals, nb.bfloats(values[4])), values)
+    values = nb.unpack(arguments, 64)
+    if values[51]:
+        _attend_codes((nb.bfloats(values[1]), values[2], values[3], nb.bfloats(values[4])), values)
     else:
-        _attend_codes((nb.floats(values[1]), keys, vals, nb.floats(values[4])), values)
+        _attend_codes((nb.floats(values[1]), values[2], values[3], nb.floats(values[4])), values)
 
 
 def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
@@ -72,13 +71,20 @@ def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
 
 
 def takes_codes(call: AttentionCall) -> bool:
-    """Return whether numba kernels read the 4- or 8-bit caches of calls like this one: heads of whole groups of 32."""
-    kinds = kv_kind(call.k_cache.dtype), kv_kind(call.v_cache.dtype)
-    if kinds[0] is not kinds[1] or kinds[0].name not in few_queries.KERNELS_OF_CODES:
-        return False
-    if kinds[0].name in ("e4m3", "e4m3_rows", "e5m2") and not HAS_FLOAT16:
-        return False
-    return call.q.shape[2] % NUMBERS == 0 and call.v_head_dim % NUMBERS == 0
+    """Return whether numba kernels read calls like this one with keys or values in 4 or 8 bits.
+
+    Heads have whole groups of 32. Plain keys beside values in codes, or the reverse, have the dtype of q and no scale.
+    """
+    sizes = call.q.shape[2], call.v_head_dim
+    for cache, scale, size in zip((call.k_cache, call.v_cache), (call.k_scale, call.v_scale), sizes, strict=True):
+        codes = CODES.get(kv_kind(cache.dtype).name)
+        if size % NUMBERS != 0:
+            return False
+        if codes is None and scale is not None:
+            return False
+        if codes is not None and codes.needs_float16 and not HAS_FLOAT16:
+            return False
+    return True
 
 
 def launch_for(call: AttentionCall) -> NumbaLaunch:
@@ -89,7 +95,7 @@ def launch_for(call: AttentionCall) -> NumbaLaunch:
     max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
     if max_few == 0:
         return _launch_for_many(call, 1, None)
-    few = few_queries.launch_for(call, max_few)
+    few = few_kernels.launch_for(call, max_few)
     if call.max_seqlen_q <= max_few:
         return few
     return _launch_for_many(call, max_few + 1, few)
@@ -116,21 +122,23 @@ def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | N
     *offsets, scratch_size = accumulate(areas, initial=0)
     offsets[-2:] = (offset // 2 for offset in offsets[-2:])
     arguments: tuple[int | str, ...] = (
-        *few_queries.TENSORS,
+        *few_kernels.TENSORS,
         scratch_size,
-        nb.bits(max(call.softmax_scale * LOG2_E, few_queries.LEAST_SCALE)),
+        nb.bits(max(call.softmax_scale * LOG2_E, few_kernels.LEAST_SCALE)),
         *offsets,
         len(call.seq_lens),
         min_queries,
         num_kv_heads,
         num_q_heads // num_kv_heads,
         num_rows,
-        *few_queries.sizes_of(call),
-        FORMATS.get(kv_kind(call.k_cache.dtype).name, 0),
-        *few_queries.scales_of(call),
+        *few_kernels.sizes_of(call),
+        call.q.dtype == torch.bfloat16,
+        number_of_format(call.k_cache.dtype),
+        number_of_format(call.v_cache.dtype),
+        *few_kernels.scales_of(call),
     )
-    if takes_codes(call):
-        kernel, arguments = _codes, (*arguments, call.q.dtype == torch.bfloat16)
-    else:
+    if call.k_cache.dtype == call.v_cache.dtype == call.q.dtype:
         kernel = kernel_of_many(call.q.dtype, size, v_size)
+    else:
+        kernel = _codes
     return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size, before=few)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
-from ..code_vectors import E4M3, E5M2, INT4, INT8, widened
-from ..kernel import bfloats, device_function, floats, rounded_up
+from ...core.dtypes import kv_kind
+from ..code_vectors import CODES, widened
+from ..kernel import bfloats, device_function, floats, rounded_up, uint8s
 from ..tiles import pack_columns, store_part_of_rows
 from ..vectors import (
     LANES,
@@ -20,9 +22,20 @@ from ..vectors import (
 )
 from .many_queries import KEYS, attention_by, block_by, place
 
-# Numbers of the formats of codes, in arguments of the kernel.
-FORMATS = {"int4": 0, "int8": 1, "e4m3": 2, "e4m3_rows": 2, "e5m2": 3}
-_widen_int4, _widen_int8, _widen_e4m3, _widen_e5m2 = (widened(codes) for codes in (INT4, INT8, E4M3, E5M2))
+# Numbers of formats, in arguments of the kernel.
+_BFLOAT16, _INT4, _INT8, _E4M3, _E5M2, _NVFP4, _FLOAT32 = range(7)
+_NUMBERS = {"int4": _INT4, "int8": _INT8, "e4m3": _E4M3, "e4m3_rows": _E4M3, "e5m2": _E5M2, "nvfp4": _NVFP4}
+_widen_int4, _widen_int8, _widen_e4m3, _widen_e5m2, _widen_nvfp4 = (
+    widened(CODES[name]) for name in ("int4", "int8", "e4m3", "e5m2", "nvfp4")
+)
+_NVFP4_UNIT = CODES["nvfp4"].unit
+
+
+def number_of_format(dtype: torch.dtype) -> int:
+    """Return the number of a cache's format."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    return _NUMBERS.get(kv_kind(dtype).name, _BFLOAT16)
 
 
 @device_function
@@ -49,28 +62,36 @@ def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begi
 
 
 @device_function
-def _widen_codes(number, cache, start, scales, scale_start, memory, to, size):
-    """Widen a row of the format with a number. scales: their address."""
-    if number == 0:
-        _widen_int4(cache, start, bfloats(scales), scale_start, size, memory, to)
-    elif number == 1:
-        _widen_int8(cache, start, floats(scales), scale_start, size, memory, to)
-    elif number == 2:
-        _widen_e4m3(cache, start, floats(scales), scale_start, size, memory, to)
+def _widen_codes(number, cache, start, scales, scale_start, table_scale, memory, to, size):
+    """Widen a row of the format with a number. cache, scales, table_scale: their addresses."""
+    codes, ones = uint8s(cache), np.float32(1)
+    if number == _INT4:
+        _widen_int4(codes, start, bfloats(scales), scale_start, ones, size, memory, to)
+    elif number == _INT8:
+        _widen_int8(codes, start, floats(scales), scale_start, ones, size, memory, to)
+    elif number == _E4M3:
+        _widen_e4m3(codes, start, floats(scales), scale_start, ones, size, memory, to)
+    elif number == _E5M2:
+        _widen_e5m2(codes, start, floats(scales), scale_start, ones, size, memory, to)
+    elif number == _NVFP4:
+        factor = floats(table_scale)[0] * np.float32(_NVFP4_UNIT)
+        _widen_nvfp4(codes, start, uint8s(scales), scale_start, factor, size, memory, to)
+    elif number == _BFLOAT16:
+        widen(bfloats(cache), start, memory, to, size)
     else:
-        _widen_e5m2(cache, start, floats(scales), scale_start, size, memory, to)
+        widen(floats(cache), start, memory, to, size)
 
 
 @device_function
 def _pack_codes(k_cache, v_cache, row_scales, memory, starts, keys, values, begin, end, size, v_size):
-    """Pack keys and values in codes; their sizes are multiples of 32."""
-    number, k_scales, v_scales = row_scales
+    """Pack keys and values of any formats; their sizes are multiples of 32. k_cache, v_cache: their addresses."""
+    k_number, v_number, k_scales, v_scales, k_table, v_table = row_scales
     wide, _, _, longs = memory
     for key in range(begin, end):
         start, scale_start = longs[starts + key], longs[starts + 2 * KEYS + key]
-        _widen_codes(number, k_cache, start, k_scales, scale_start, wide, keys + key * size, size)
+        _widen_codes(k_number, k_cache, start, k_scales, scale_start, k_table, wide, keys + key * size, size)
         start, scale_start = longs[starts + KEYS + key], longs[starts + 3 * KEYS + key]
-        _widen_codes(number, v_cache, start, v_scales, scale_start, wide, values + key * v_size, v_size)
+        _widen_codes(v_number, v_cache, start, v_scales, scale_start, v_table, wide, values + key * v_size, v_size)
 
 
 @device_function

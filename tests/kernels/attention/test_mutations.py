@@ -229,13 +229,19 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
 
 NUMBA_OPS = "paged.kernels.cpu.attention"
 # Of `NUMBA_OPS`; each imports those before it.
-NUMBA_MODULES = "many_queries", "few_queries", "tile_products", "vector_products", "paged_attention", "chosen_blocks"
+NUMBA_MODULES = (
+    *("many_queries", "few_queries", "few_kernels", "tile_products", "vector_products"),
+    *("paged_attention", "chosen_blocks"),
+)
 _FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softcap=2.0, padding_rows=2)
 _MANY = replace(_FEW, name="many", lengths=((40, 150), (12, 20)))
 _CHOSEN = replace(_FEW, name="chosen", chosen=(24, 4))
 _INT4 = replace(_FEW, name="int4", cache_dtype=torch.bits4x2, head_dim=64)
 _INT8 = replace(_FEW, name="int8", cache_dtype=torch.int8, head_dim=64)
 _MANY_INT8 = replace(_INT8, name="many int8", lengths=_MANY.lengths)
+_NVFP4 = replace(_INT4, name="nvfp4", cache_dtype=torch.float4_e2m1fn_x2, scales="table")
+_MANY_NVFP4 = replace(_NVFP4, name="many nvfp4", lengths=_MANY.lengths)
+_TWO_FORMATS = replace(_INT4, name="two formats", cache_dtype=torch.float4_e2m1fn_x2, v_cache_dtype=torch.bits4x2)
 # fault -> (the problem that finds it, or few and many if empty, text of the numba kernels, what the copy has instead)
 NUMBA_MUTATIONS = {
     "no fault": ("", "", ""),
@@ -258,6 +264,11 @@ NUMBA_MUTATIONS = {
     "the first scale of values of a block": ("int8", "scales[place + key * stride]", "scales[place]"),
     "scales of keys of the next": ("int8", "place + i * scale_stride", "place + (i + 1) * scale_stride"),
     "values with scales of keys": ("many int8", "longs[starts + 3 * KEYS + key]", "longs[starts + 2 * KEYS + key + 1]"),
+    "no scale of a table of keys": ("nvfp4", "nb.floats(values[43])[0] * ", ""),
+    "no scale of a table of values": ("nvfp4", "inverse * factors[1]", "inverse"),
+    "the first of two scales of 32 numbers for both": ("nvfp4", "column // NUMBERS * num_scales", "column // NUMBERS"),
+    "the table scale of values for keys": ("many nvfp4", "scale_start, k_table, wide", "scale_start, v_table, wide"),
+    "values in the format of keys": ("two formats", "few_queries.FORMATS[values]", "few_queries.FORMATS[keys]"),
     "keys behind a chosen block": ("chosen", "for j in range(num_keys, padded)", "for j in range(padded, padded)"),
 }
 
@@ -277,7 +288,7 @@ def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monk
         copy = load_copy(f"{NUMBA_OPS}.{module}", tmp_path, faulty, monkeypatch)
         monkeypatch.setattr(package, module, copy)
     with unnoted():
-        for problem in (_FEW, _MANY, _CHOSEN, _INT4, _INT8, _MANY_INT8):
+        for problem in (_FEW, _MANY, _CHOSEN, _INT4, _INT8, _MANY_INT8, _NVFP4, _MANY_NVFP4, _TWO_FORMATS):
             if problem.name == name or (name == "" and problem in (_FEW, _MANY)):
                 arguments = call_of(problem, torch.device("cpu"))
                 assert turns_red(exceeds_no_bound_twice, ATTENTION, arguments) == (fault != "no fault")

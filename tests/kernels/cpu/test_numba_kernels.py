@@ -22,6 +22,7 @@ from paged.bench.attention.problem import Problem, make
 from paged.kernels.attention import definition
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.core import device as device_module
+from paged.kernels.core.dtypes import kv_kind
 from paged.kernels.cpu import launch
 from paged.kernels.moe import definition as moe_definition
 from tests.backends import needs_numba
@@ -33,10 +34,16 @@ from tests.kernels.moe import test_fused_moe as experts
 from tests.tolerance import assert_close, assert_within
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
+NVFP4 = torch.float4_e2m1fn_x2
 # Caches that numba kernels read; the last two have one scale or one for each head.
-CODES = torch.int8, torch.bits4x2, torch.bits8, torch.float8_e4m3fn, torch.float8_e5m2
+CODES = torch.int8, torch.bits4x2, NVFP4, torch.bits8, torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16])
-PROBLEMS = [problem for problem in attention.PROBLEMS if problem.dtype == torch.float32 and problem.lengths]
+# The kernel of NVFP4 takes long to compile.
+PROBLEMS = [
+    pytest.param(problem, id=problem.name, marks=[pytest.mark.thorough] * (problem.cache_dtype == NVFP4))
+    for problem in attention.PROBLEMS
+    if problem.dtype == torch.float32 and problem.lengths
+]
 
 pytestmark = pytest.mark.by_cpu
 
@@ -56,7 +63,7 @@ by_three_threads = [*by_numba, pytest.mark.parametrize("_numba", [3], indirect=T
 class TestTypes:
     pytestmark = by_three_threads
 
-    @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name)
+    @pytest.mark.parametrize("problem", PROBLEMS)
     @TYPES
     def test_attention(self, dtype: torch.dtype, problem: Problem) -> None:
         """Run trees, sequences that differ in causality, scaled caches and heads without full groups in PyTorch."""
@@ -64,8 +71,7 @@ class TestTypes:
         if problem.cache_dtype is None:
             is_taken_cache = not problem.scales
         else:
-            is_taken_cache = problem.cache_dtype in CODES and problem.v_cache_dtype is None
-            is_taken_cache = is_taken_cache and all(size % 32 == 0 for size in sizes) and not problem.chosen[1]
+            is_taken_cache = all(size % 32 == 0 for size in sizes) and not problem.chosen[1]
         is_taken = is_taken_cache and not problem.tree and isinstance(problem.causal, bool)
         with mock.patch.object(definition, "paged_attention", wraps=definition.paged_attention) as in_pytorch:
             check(replace(problem, dtype=dtype), CPU)
@@ -98,7 +104,9 @@ class TestTypes:
         assert_within(combined, parts.bfloat16(), 0.0, is_exact=True)
 
 
-def _prompts(seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None) -> Problem:
+def _prompts(
+    seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = None, v_cache_dtype: torch.dtype | None = None
+) -> Problem:
     """Few queries beside many, whose every size and limit is drawn."""
     draw = random.Random(seed)
     lengths = [(queries, queries + draw.choice((0, draw.randrange(200)))) for queries in (1, draw.randrange(90), 12)]
@@ -108,8 +116,10 @@ def _prompts(seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = No
     scales = ""
     if cache_dtype is not None:
         head_dim = draw.choice((32, 64, 96, 256))
-    if cache_dtype in CODES[3:]:
+    if cache_dtype in CODES[4:] and v_cache_dtype is None:
         scales = draw.choice(("", "tensor", "head"))
+    elif cache_dtype == NVFP4 and v_cache_dtype is None:
+        scales = "table"
     return Problem(
         "", tuple(lengths), head_dim=head_dim, dtype=dtype,
         heads=(kv_heads * draw.choice((1, 2, 3, 5)), kv_heads), v_head_dim=draw.choice((head_dim, 32)),
@@ -117,7 +127,8 @@ def _prompts(seed: int, dtype: torch.dtype, cache_dtype: torch.dtype | None = No
         window_size=draw.choice(((-1, -1), (draw.randrange(150), -1), (draw.randrange(40), draw.randrange(40)))),
         chunk_size=draw.choice((0, 0, draw.randrange(1, 200))), softmax_scale=draw.choice((None, 0.0, 0.3)),
         sinks=draw.choice((False, True)), alibi=draw.choice((False, True)), softcap=draw.choice((0.0, 2.0, 50.0)),
-        layout=draw.choice(("separate", "head_major")), cache_dtype=cache_dtype, scales=scales,
+        layout=draw.choice(("separate", "head_major")), cache_dtype=cache_dtype, v_cache_dtype=v_cache_dtype,
+        scales=scales,
     )  # fmt: skip
 
 
@@ -142,8 +153,37 @@ class TestPrompts:
         assert not in_pytorch.called
 
     @pytest.mark.thorough
+    @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+    @pytest.mark.parametrize(
+        ("k_dtype", "v_dtype"), [(torch.int8, torch.bits4x2), (None, NVFP4), (torch.float8_e5m2, None)], ids=str
+    )
+    def test_keys_and_values_of_two_formats(
+        self, k_dtype: torch.dtype | None, v_dtype: torch.dtype | None, dtype: torch.dtype
+    ) -> None:
+        with mock.patch.object(definition, "paged_attention", wraps=definition.paged_attention) as in_pytorch:
+            check(_prompts(4, dtype, k_dtype or dtype, v_dtype or dtype), CPU)
+        assert not in_pytorch.called
+
+    @pytest.mark.thorough
     @pytest.mark.parametrize("num_queries", [1, 40])
-    @pytest.mark.parametrize("cache_dtype", CODES[3:], ids=str)
+    def test_every_number_of_nvfp4(self, num_queries: int) -> None:
+        """A sum over one key is its value: all codes with all scales, NaN included."""
+        codes = torch.arange(16, dtype=torch.uint8)
+        row = (codes[0::2] | codes[1::2] << 4).repeat(32)  # 32 groups of all codes
+        cache = row.expand(1, 1, 8, 256).contiguous().view(NVFP4)
+        scales = torch.arange(256, dtype=torch.uint8).view(1, 1, 8, 32).view(torch.float8_e4m3fn)
+        out = paged.paged_attention(
+            torch.zeros(num_queries, 8, 512), torch.zeros(1, 1, 8, 512), cache, v_scale=scales,
+            v_table_scale=torch.tensor(0.3), causal=False, max_seqlen_q=num_queries,
+            block_table=torch.zeros(1, 1, dtype=torch.int32), seq_lens=torch.ones(1, dtype=torch.int32),
+            cu_seqlens_q=torch.tensor([0, num_queries], dtype=torch.int32),
+        )  # fmt: skip
+        numbers = kv_kind(NVFP4).decode(cache, scales, torch.float64)[0, 0] * 0.3
+        assert_within(out[-1], numbers.float(), 1e-6 * numbers.abs().float())
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("num_queries", [1, 40])
+    @pytest.mark.parametrize("cache_dtype", CODES[4:], ids=str)
     def test_every_code(self, cache_dtype: torch.dtype, num_queries: int) -> None:
         """A sum over one key is its value: all codes of 8-bit floats, NaN included."""
         codes = torch.arange(256, dtype=torch.uint8).view(1, 1, 1, 256).view(cache_dtype)
