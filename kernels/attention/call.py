@@ -13,9 +13,10 @@ from ..core.device import LARGE_SHARED_MEMORY, device_of
 from ..core.dtypes import kv_kind
 from ..core.errors import InvalidInputError, as_int, shown
 from ..core.ids import Sequences
+from ..core.operation import Run
 from . import tiles
 from .keys import NO_LIMIT
-from .plan import DECODE_MAX_ROWS, AttentionTile, PlanShape
+from .plan import DECODE_MAX_ROWS, AttentionPlan, AttentionTile, PlanShape, check_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +318,34 @@ class CompressedCall(NamedTuple):
             keys_at_once=1,
             table_name="entry_table",
         )
+
+
+def bind_steps(
+    call: AttentionCall | MlaCall | CompressedCall, bind: Callable[[Any, AttentionPlan | None], Run[Any]]
+) -> Run[Any]:
+    """Return `bind_step` of `operation`, which binds a checked call for the tensors of a step.
+
+    Only the names of the call's tensors stay: a bound call must not keep activations alive.
+    """
+    kind = type(call)
+    options: dict[str, Any] = {}
+    tensor_names: list[str] = []
+    for name, value in call._asdict().items():
+        if isinstance(value, torch.Tensor):
+            tensor_names.append(name)
+        else:
+            options[name] = value
+
+    def bind_step(*positional: torch.Tensor, plan: AttentionPlan | None = None, **arguments: Any) -> Any:
+        arguments |= zip(kind._fields, positional, strict=False)
+        arguments["is_causal"] = arguments.get("causal")  # a tensor in calls of `paged_attention` alone
+        max_seqlen_q = arguments["max_seqlen_q"]
+        check_plan(plan, arguments["cu_seqlens_q"], arguments["seq_lens"], max_seqlen_q)
+        tensors = {name: arguments[name] for name in tensor_names}
+        longest = min(int(max_seqlen_q), len(tensors["q"]))
+        return bind(kind(**options | tensors | {"max_seqlen_q": longest}), plan)
+
+    return bind_step
 
 
 def _box_keys(cache: torch.Tensor, arch: str) -> int:

@@ -10,7 +10,7 @@ from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from ..core.compat import tl, triton
 from ..core.device import use_triton
 from ..core.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
-from ..core.operation import Run, like_the_first, operation
+from ..core.operation import Run, by_definition, like_the_first, operation
 from . import definition
 
 
@@ -105,7 +105,7 @@ def merge_attn_states(
     for name, tensor in (("out_a", out_a), ("out_b", out_b)):
         check_last_dim_contiguous(name, tensor)
     if not use_triton(out_a):
-        return _run_definition
+        return by_definition(definition.merge_attn_states, out_a.dtype)
     launch: Callable[..., None] = nothing
     if out_a.numel():
         launch = _launch_for(out_a, lse_a, out_b, lse_b)
@@ -119,13 +119,6 @@ def merge_attn_states(
         return out, lse
 
     return run
-
-
-def _run_definition(
-    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = definition.merge_attn_states(out_a, lse_a, out_b, lse_b, compute=torch.float32)
-    return out.to(out_a.dtype), lse
 
 
 def _launch_for(out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor) -> Launch:

@@ -11,21 +11,22 @@ from ..core.checks import (
     FLOAT_DTYPES,
     MAX_HEAD_DIM,
     check_cache,
+    check_choice,
     check_last_dim_contiguous,
     check_scale,
     check_sequences_fit,
+    check_strided_out,
     check_table_scale,
     check_tensor,
-    check_writable,
 )
 from ..core.device import use_triton
 from ..core.dtypes import KV_KINDS, kv_kind
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Arguments, Run, operation
 from . import launches, without_triton
-from .call import AttentionCall, checked_window, returned_results
+from .call import AttentionCall, bind_steps, checked_window, returned_results
 from .keys import NO_LIMIT
-from .plan import AttentionPlan, check_plan
+from .plan import AttentionPlan
 
 # Most positions of a chosen block, which is an entry of `chosen_blocks`.
 MAX_CHOSEN_BLOCK = 256
@@ -162,85 +163,46 @@ def paged_attention(
     if isinstance(causal, torch.Tensor) and causal.dim():
         is_causal = causal
     window_left, window_right = checked_window(window_size)
+    if is_causal is None and as_bool("causal", causal):
+        window_right = 0
     softcap = as_float("softcap", softcap, 0.0, 1000.0)
     if 0.0 < softcap < 1e-6:
         raise InvalidInputError(f"softcap: {softcap}, expected 0 or 1e-06 to 1000.0")
     check_attention_tensors(q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens)
     v_head_dim = kv_kind(v_cache.dtype).width(v_cache)
-    if out is not None:
-        check_tensor("out", out, (*q.shape[:2], v_head_dim), (q.dtype,), q.device)
-        check_last_dim_contiguous("out", out)
-        check_writable("out", out)
+    check_strided_out(out, (*q.shape[:2], v_head_dim), q)
     scale = 1 / math.sqrt(q.shape[2])
     if softmax_scale is not None:
         scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
-    chunk_size = as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT)
-    chosen_block_size = check_chosen_blocks(chosen_blocks, chosen_block_size, q, k_cache)
-    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
-    deterministic, return_lse = as_bool("deterministic", deterministic), as_bool("return_lse", return_lse)
-    _check_options(
-        q, k_cache, v_cache, seq_lens, max_seqlen_q, is_causal, sinks, alibi_slopes, k_scale, v_scale, k_table_scale,
-        v_table_scale, mask,
-    )  # fmt: skip
-    has_flags = is_causal is not None
-    if is_causal is None and as_bool("causal", causal):
-        window_right = 0
-    window = window_left, window_right
-    backend: Any = launches if use_triton(q) else without_triton
-
-    def bind_step(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        *,
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seqlen_q: int,
-        causal: Any = True,
-        sinks: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        v_scale: torch.Tensor | None = None,
-        k_table_scale: torch.Tensor | None = None,
-        v_table_scale: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        chosen_blocks: torch.Tensor | None = None,
-        plan: AttentionPlan | None = None,
-        out: torch.Tensor | None = None,
-        **_: object,
-    ) -> Any:
-        check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
-        call = AttentionCall(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=block_table,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            max_seqlen_q=min(int(max_seqlen_q), len(q)),
-            is_causal=causal if has_flags else None,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            k_table_scale=k_table_scale,
-            v_table_scale=v_table_scale,
-            mask=mask,
-            chosen_blocks=chosen_blocks,
-            chosen_block_size=chosen_block_size,
-            softmax_scale=scale,
-            window=window,
-            chunk_size=chunk_size,
-            softcap=softcap,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            out=out,
-            v_head_dim=v_head_dim,
-        )
-        return backend.bind(call, plan)
-
-    return bind_step
+    call = AttentionCall(
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        max_seqlen_q=as_int("max_seqlen_q", max_seqlen_q),
+        is_causal=is_causal,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_table_scale=k_table_scale,
+        v_table_scale=v_table_scale,
+        mask=mask,
+        chosen_blocks=chosen_blocks,
+        chosen_block_size=check_chosen_blocks(chosen_blocks, chosen_block_size, q, k_cache),
+        softmax_scale=scale,
+        window=(window_left, window_right),
+        chunk_size=as_int("attention_chunk_size", attention_chunk_size, 0, NO_LIMIT),
+        softcap=softcap,
+        deterministic=as_bool("deterministic", deterministic),
+        return_lse=as_bool("return_lse", return_lse),
+        out=out,
+        v_head_dim=v_head_dim,
+    )
+    _check_options(call)
+    return bind_steps(call, launches.bind if use_triton(q) else without_triton.bind)
 
 
 def check_attention_tensors(
@@ -285,41 +247,27 @@ def check_chosen_blocks(
         return size
     if size == 0:
         raise InvalidInputError(f"chosen_block_size: 0, expected 1 to {MAX_CHOSEN_BLOCK} with chosen_blocks")
-    check_tensor("chosen_blocks", chosen_blocks, (len(q), k_cache.shape[2], "k"), (torch.int32,), q.device)
-    check_last_dim_contiguous("chosen_blocks", chosen_blocks)
-    if chosen_blocks.shape[2] == 0:
-        raise InvalidInputError("chosen_blocks: 0 columns, expected at least 1; -1 chooses no block")
+    check_choice("chosen_blocks", chosen_blocks, (len(q), k_cache.shape[2], "k"), q, "block")
     return size
 
 
-def _check_options(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seqlen_q: int,
-    is_causal: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    k_table_scale: torch.Tensor | None,
-    v_table_scale: torch.Tensor | None,
-    mask: torch.Tensor | None,
-) -> None:
+def _check_options(call: AttentionCall) -> None:
+    """Raise InvalidInputError unless masks, scales and numbers of heads fit q and the caches."""
+    q, is_causal, mask = call.q, call.is_causal, call.mask
     num_tokens, num_q_heads, _ = q.shape
     if is_causal is not None:
-        check_tensor("causal", is_causal, seq_lens.shape, (torch.bool,), q.device)
+        check_tensor("causal", is_causal, call.seq_lens.shape, (torch.bool,), q.device)
         check_last_dim_contiguous("causal", is_causal)
-    for name, value in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+    for name, value in (("sinks", call.sinks), ("alibi_slopes", call.alibi_slopes)):
         if value is not None:
             check_tensor(name, value, (num_q_heads,), FLOAT_DTYPES, q.device)
-    check_scale("k_scale", k_scale, k_cache)
-    check_scale("v_scale", v_scale, v_cache)
-    check_table_scale("k_table_scale", k_table_scale, k_cache)
-    check_table_scale("v_table_scale", v_table_scale, v_cache)
+    check_scale("k_scale", call.k_scale, call.k_cache)
+    check_scale("v_scale", call.v_scale, call.v_cache)
+    check_table_scale("k_table_scale", call.k_table_scale, call.k_cache)
+    check_table_scale("v_table_scale", call.v_table_scale, call.v_cache)
     if mask is not None:
         check_tensor("mask", mask, (num_tokens, "longest query"), (torch.bool,), q.device)
         check_last_dim_contiguous("mask", mask)
-        if mask.shape[1] < max_seqlen_q:
-            raise InvalidInputError(f"mask: {mask.shape[1]} columns, expected at least {max_seqlen_q}")
+        longest = min(call.max_seqlen_q, num_tokens)
+        if mask.shape[1] < longest:
+            raise InvalidInputError(f"mask: {mask.shape[1]} columns, expected at least {longest}")

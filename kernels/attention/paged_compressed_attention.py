@@ -10,19 +10,20 @@ from ..cache.latent_cache import check_rows
 from ..core.checks import (
     FLOAT_DTYPES,
     MAX_HEAD_DIM,
+    check_choice,
     check_dtype,
     check_last_dim_contiguous,
     check_sequences_fit,
+    check_strided_out,
     check_tensor,
-    check_writable,
 )
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Run, operation
 from . import compressed_launches, without_triton
-from .call import CompressedCall, returned_results
+from .call import CompressedCall, bind_steps, returned_results
 from .keys import NO_LIMIT
-from .plan import AttentionPlan, check_plan, outputs
+from .plan import AttentionPlan, outputs
 
 
 def _new_output(q: torch.Tensor, **_: object) -> Any:
@@ -103,80 +104,44 @@ def paged_compressed_attention(
     check_last_dim_contiguous("q", q)
     if q.shape[1] == 0:
         raise InvalidInputError("q: 0 heads, expected at least 1")
-    if out is not None:
-        check_tensor("out", out, q.shape, (q.dtype,), q.device)
-        check_last_dim_contiguous("out", out)
-        check_writable("out", out)
-    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
-    softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
-    sliding_window = as_int("sliding_window", sliding_window, 1, NO_LIMIT)
-    pool_size = as_int("pool_size", pool_size, 1, NO_LIMIT)
-    return_lse, deterministic = as_bool("return_lse", return_lse), as_bool("deterministic", deterministic)
+    check_strided_out(out, q.shape, q)
+    call = CompressedCall(
+        q=q,
+        kv_cache=kv_cache,
+        entry_cache=entry_cache,
+        block_table=block_table,
+        entry_table=entry_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        max_seqlen_q=as_int("max_seqlen_q", max_seqlen_q),
+        indices=indices,
+        sinks=sinks,
+        cos_sin_cache=cos_sin_cache,
+        softmax_scale=as_float("softmax_scale", softmax_scale, 0.0, 1e30),
+        sliding_window=as_int("sliding_window", sliding_window, 1, NO_LIMIT),
+        pool_size=as_int("pool_size", pool_size, 1, NO_LIMIT),
+        deterministic=as_bool("deterministic", deterministic),
+        return_lse=as_bool("return_lse", return_lse),
+        out=out,
+    )
     check_rows("kv_cache", kv_cache, q)
     head_dim = q.shape[2]
     if head_dim % 16 or not 16 <= head_dim <= MAX_HEAD_DIM:
         raise InvalidInputError(f"q: head_dim {head_dim}, expected a multiple of 16 from 16 to {MAX_HEAD_DIM}")
     check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
-    _check_entries(q, kv_cache, entry_cache, entry_table, indices, len(seq_lens))
+    _check_entries(call)
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[1],), FLOAT_DTYPES, q.device)
     if cos_sin_cache is not None:
         _check_rotary(cos_sin_cache, q)
-    bind = compressed_launches.bind if use_triton(q) else without_triton.bind_compressed
-
-    def bind_step(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        entry_cache: torch.Tensor | None = None,
-        *,
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seqlen_q: int,
-        entry_table: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        cos_sin_cache: torch.Tensor | None = None,
-        plan: AttentionPlan | None = None,
-        out: torch.Tensor | None = None,
-        **_: object,
-    ) -> Any:
-        check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
-        call = CompressedCall(
-            q=q,
-            kv_cache=kv_cache,
-            entry_cache=entry_cache,
-            block_table=block_table,
-            entry_table=entry_table,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            max_seqlen_q=min(int(max_seqlen_q), len(q)),
-            indices=indices,
-            sinks=sinks,
-            cos_sin_cache=cos_sin_cache,
-            softmax_scale=softmax_scale,
-            sliding_window=sliding_window,
-            pool_size=pool_size,
-            deterministic=deterministic,
-            return_lse=return_lse,
-            out=out,
-        )
-        return bind(call, plan)
-
-    return bind_step
+    return bind_steps(call, compressed_launches.bind if use_triton(q) else without_triton.bind_compressed)
 
 
-def _check_entries(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    entry_cache: torch.Tensor | None,
-    entry_table: torch.Tensor | None,
-    indices: torch.Tensor | None,
-    num_seqs: int,
-) -> None:
+def _check_entries(call: CompressedCall) -> None:
     """Raise InvalidInputError unless the entries, their table and the choice fit together."""
+    q, kv_cache, entry_cache, entry_table = call.q, call.kv_cache, call.entry_cache, call.entry_table
     if entry_cache is None:
-        for name, tensor in (("entry_table", entry_table), ("indices", indices)):
+        for name, tensor in (("entry_table", entry_table), ("indices", call.indices)):
             if tensor is not None:
                 raise InvalidInputError(f"{name}: given without entry_cache, expected None")
         return
@@ -185,13 +150,11 @@ def _check_entries(
     check_rows("entry_cache", entry_cache, q)
     check_dtype("entry_cache", entry_cache, kv_cache.dtype)
     check_tensor("entry_cache", entry_cache, (*entry_cache.shape[:2], kv_cache.shape[2]))
-    check_tensor("entry_table", entry_table, (num_seqs, "max_entry_blocks_per_seq"), (torch.int32,), q.device)
+    table_shape = len(call.seq_lens), "max_entry_blocks_per_seq"
+    check_tensor("entry_table", entry_table, table_shape, (torch.int32,), q.device)
     check_last_dim_contiguous("entry_table", entry_table)
-    if indices is not None:
-        check_tensor("indices", indices, (len(q), "k"), (torch.int32,), q.device)
-        check_last_dim_contiguous("indices", indices)
-        if indices.shape[1] == 0:
-            raise InvalidInputError("indices: 0 columns, expected at least 1; -1 chooses no entry")
+    if call.indices is not None:
+        check_choice("indices", call.indices, (len(q), "k"), q, "entry")
 
 
 def _check_rotary(cos_sin_cache: torch.Tensor, q: torch.Tensor) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..cache.latent_cache import check_latent_cache, check_latent_scale
-from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor, check_writable
+from ..core.checks import (
+    FLOAT_DTYPES,
+    check_choice,
+    check_last_dim_contiguous,
+    check_sequences_fit,
+    check_strided_out,
+    check_tensor,
+)
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
 from ..core.operation import Run, operation
 from . import launches, without_triton
-from .call import MlaCall, checked_window, returned_results
+from .call import MlaCall, bind_steps, checked_window, returned_results
 from .keys import NO_LIMIT
-from .plan import AttentionPlan, check_plan
+from .plan import AttentionPlan
 
 
 def _new_output(q: torch.Tensor, v_head_dim: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,85 +100,47 @@ def paged_mla_attention(
     """
     v_head_dim = as_int("v_head_dim", v_head_dim, 1)
     check_tensor("q", q, ("num_tokens", "num_heads", "latent + rope"))
-    if out is not None:
-        check_tensor("out", out, (*q.shape[:2], v_head_dim), (q.dtype,), q.device)
-        check_last_dim_contiguous("out", out)
-        check_writable("out", out)
-    max_seqlen_q = min(as_int("max_seqlen_q", max_seqlen_q), len(q))
-    softmax_scale = as_float("softmax_scale", softmax_scale, 0.0, 1e30)
-    causal, return_lse = as_bool("causal", causal), as_bool("return_lse", return_lse)
-    deterministic = as_bool("deterministic", deterministic)
+    check_strided_out(out, (*q.shape[:2], v_head_dim), q)
     window_left, window_right = checked_window(window_size)
     if indices is not None and (window_left, window_right) != (NO_LIMIT, NO_LIMIT):
         raise InvalidInputError(f"window_size: {window_size} with indices, expected (-1, -1)")
+    causal = as_bool("causal", causal)
     if causal:
         window_right = 0
-    _check_tensors(q, kv_cache, v_head_dim, block_table, cu_seqlens_q, seq_lens, sinks, k_scale, indices)
-    bind = launches.bind_latent if use_triton(q) else without_triton.bind_latent
-
-    def bind_step(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seqlen_q: int,
-        sinks: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        plan: AttentionPlan | None = None,
-        out: torch.Tensor | None = None,
-        **_: object,
-    ) -> Any:
-        check_plan(plan, cu_seqlens_q, seq_lens, max_seqlen_q)
-        call = MlaCall(
-            q=q,
-            kv_cache=kv_cache,
-            block_table=block_table,
-            cu_seqlens_q=cu_seqlens_q,
-            seq_lens=seq_lens,
-            max_seqlen_q=min(int(max_seqlen_q), len(q)),
-            sinks=sinks,
-            k_scale=k_scale,
-            indices=indices,
-            v_head_dim=v_head_dim,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window=(window_left, window_right),
-            deterministic=deterministic,
-            return_lse=return_lse,
-            out=out,
-        )
-        return bind(call, plan)
-
-    return bind_step
+    call = MlaCall(
+        q=q,
+        kv_cache=kv_cache,
+        block_table=block_table,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=seq_lens,
+        max_seqlen_q=as_int("max_seqlen_q", max_seqlen_q),
+        sinks=sinks,
+        k_scale=k_scale,
+        indices=indices,
+        v_head_dim=v_head_dim,
+        softmax_scale=as_float("softmax_scale", softmax_scale, 0.0, 1e30),
+        causal=causal,
+        window=(window_left, window_right),
+        deterministic=as_bool("deterministic", deterministic),
+        return_lse=as_bool("return_lse", return_lse),
+        out=out,
+    )
+    _check_tensors(call)
+    return bind_steps(call, launches.bind_latent if use_triton(q) else without_triton.bind_latent)
 
 
-def _check_tensors(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    v_head_dim: int,
-    block_table: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    indices: torch.Tensor | None,
-) -> None:
+def _check_tensors(call: MlaCall) -> None:
     """Raise InvalidInputError unless the tensors fit together."""
+    q, kv_cache = call.q, call.kv_cache
     check_tensor("q", q, ("num_tokens", "num_heads", "latent + rope"), FLOAT_DTYPES)
     check_last_dim_contiguous("q", q)
-    size = check_latent_cache(kv_cache, v_head_dim, q.dtype)
+    size = check_latent_cache(kv_cache, call.v_head_dim, q.dtype)
     check_tensor("q", q, ("num_tokens", "num_heads", size), (q.dtype,), kv_cache.device)
     if q.shape[1] == 0:
         raise InvalidInputError("q: 0 heads, expected at least 1")
-    check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
-    if sinks is not None:
-        check_tensor("sinks", sinks, (q.shape[1],), FLOAT_DTYPES, q.device)
-    check_latent_scale("k_scale", k_scale, kv_cache)
-    if indices is not None:
-        check_tensor("indices", indices, (len(q), "k"), (torch.int32,), q.device)
-        check_last_dim_contiguous("indices", indices)
-        if indices.shape[1] == 0:
-            raise InvalidInputError("indices: 0 columns, expected at least 1; -1 chooses no key")
+    check_sequences_fit(call.block_table, call.cu_seqlens_q, call.seq_lens, q.device)
+    if call.sinks is not None:
+        check_tensor("sinks", call.sinks, (q.shape[1],), FLOAT_DTYPES, q.device)
+    check_latent_scale("k_scale", call.k_scale, kv_cache)
+    if call.indices is not None:
+        check_choice("indices", call.indices, (len(q), "k"), q, "key")

@@ -127,6 +127,25 @@ def check_out(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor
         check_contiguous("out", out)
 
 
+def check_strided_out(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> None:
+    """Run `check_out` for an operation whose `out` may have any strides with the last dimension contiguous."""
+    if out is not None:
+        check_tensor("out", out, shape, (like.dtype,), like.device)
+        check_last_dim_contiguous("out", out)
+        check_writable("out", out)
+
+
+def check_choice(name: str, chosen: torch.Tensor, shape: Sequence[int | str], q: torch.Tensor, noun: str) -> None:
+    """Raise InvalidInputError unless `chosen` holds int32 ids, at least one a row, on the device of q.
+
+    noun: what an id names.
+    """
+    check_tensor(name, chosen, shape, (torch.int32,), q.device)
+    check_last_dim_contiguous(name, chosen)
+    if chosen.shape[-1] == 0:
+        raise InvalidInputError(f"{name}: 0 columns, expected at least 1; -1 chooses no {noun}")
+
+
 def check_scale(name: str, scale: torch.Tensor | None, cache: torch.Tensor) -> None:
     """Raise InvalidInputError unless `scale` fits a cache [num_blocks, block_size, num_kv_heads, head_dim].
 

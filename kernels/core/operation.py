@@ -352,6 +352,23 @@ def like_the_first(x: torch.Tensor, **_: object) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def by_definition(definition: Callable[..., Any], dtype: torch.dtype, num_rounded: int = 1, **checked: Any) -> Run[Any]:
+    """Return a function with an operation's parameters that computes its definition in float32.
+
+    num_rounded: results, the first ones, that are rounded to `dtype`.
+    checked: options as the operation has checked them.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        results = definition(*args, **kwargs | checked, compute=torch.float32)
+        if isinstance(results, torch.Tensor):
+            return results.to(dtype)
+        rounded = [result.to(dtype) for result in results[:num_rounded]]
+        return (*rounded, *results[num_rounded:])
+
+    return run
+
+
 class Bound(Generic[P, R]):
     """An operation bound once for many calls, such as the same call in all layers of a model.
 

@@ -11,7 +11,7 @@ from ..core.compat import cdiv, dot, tl, triton
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_float, as_int
 from ..core.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
-from ..core.operation import Run, operation
+from ..core.operation import Run, by_definition, operation
 from . import definition
 
 MAX_STREAMS = 8
@@ -242,12 +242,13 @@ def mix_streams(
     _check(streams, output, joins, fn, base, scale, norm_weight, weights, num_iterations)
     options = {"eps": eps, "norm_eps": norm_eps, "magnitude": magnitude}
     num_tokens, count, size = streams.shape
+    if not use_triton(streams):
+        return by_definition(definition.mix_streams, streams.dtype, 2, **options, num_iterations=num_iterations)
     num_splits = cdiv(size, _BLOCK_D)
     padded = max(16, triton.next_power_of_2(len(base) + 1)) if streams.numel() else 0
     join: Compute = nothing
     collapse: Compute = nothing
-    by_triton = use_triton(streams)
-    if by_triton and streams.numel():
+    if streams.numel():
         sizes = {"COUNT": count, "SIZE": size, "NUM_WEIGHTS": len(base), "PADDED": padded}
         join = Launch(
             _join_streams_kernel,
@@ -294,12 +295,6 @@ def mix_streams(
         weights: torch.Tensor | None = None,
         **_: object,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if not by_triton:
-            results = definition.mix_streams(
-                streams, output, joins, fn, base, scale, norm_weight, weights=weights,
-                **options, num_iterations=num_iterations, compute=torch.float32,
-            )  # fmt: skip
-            return results[0].to(streams.dtype), results[1].to(streams.dtype), results[2]
         x, joined, next_joins = _new_results(streams, base, weights)
         partial = torch.empty(len(streams), num_splits, padded, dtype=torch.float32, device=streams.device)
         tensors = {"fn_ptr": fn, "base_ptr": base, "scale_ptr": scale, "norm_ptr": norm_weight}

@@ -8,14 +8,7 @@ from typing import Any
 
 import torch
 
-from ..core.checks import (
-    check_contiguous,
-    check_is_tensor,
-    check_last_dim_contiguous,
-    check_shape,
-    check_tensor,
-    check_writable,
-)
+from ..core.checks import check_contiguous, check_is_tensor, check_shape, check_strided_out, check_tensor
 from ..core.compat import tl, triton
 from ..core.device import device_of, takes_numba, use_triton
 from ..core.errors import InvalidInputError, as_bool, as_int, shown
@@ -164,10 +157,7 @@ def fused_moe(
     interleaved = as_bool("interleaved", interleaved)
     check_operands(hidden_states, gate_up, down, topk_weights, topk_ids, is_gated=is_gated)
     check_expert_map(expert_map, hidden_states.device)
-    if out is not None:
-        check_tensor("out", out, hidden_states.shape, (hidden_states.dtype,), hidden_states.device)
-        check_last_dim_contiguous("out", out)
-        check_writable("out", out)
+    check_strided_out(out, hidden_states.shape, hidden_states)
     if hidden_states.numel() == 0:
         compute: Callable[[MoeCall, MoeAlignment | None], object] = _do_nothing
     elif use_triton(hidden_states):

@@ -9,8 +9,8 @@ from ..core.checks import (
     check_contiguous,
     check_is_tensor,
     check_last_dim_contiguous,
+    check_strided_out,
     check_tensor,
-    check_writable,
     refuse_gradients,
 )
 from ..core.device import use_triton
@@ -60,10 +60,7 @@ def quantized_linear(
     if bias is not None:
         check_tensor("bias", bias, shape[1:], (x.dtype, torch.float32), device)
         check_contiguous("bias", bias)
-    if out is not None:
-        check_tensor("out", out, shape, (x.dtype,), device)
-        check_last_dim_contiguous("out", out)
-        check_writable("out", out)
+    check_strided_out(out, shape, x)
     return _run
 
 

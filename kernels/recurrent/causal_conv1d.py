@@ -9,7 +9,7 @@ from ..core.compat import tl, triton
 from ..core.device import takes_numba, use_triton
 from ..core.errors import InvalidInputError, shown
 from ..core.launch import Compute, Launch, strides, wait_for_inputs
-from ..core.operation import Run, in_fields, like_the_first, operation
+from ..core.operation import Run, by_definition, in_fields, like_the_first, operation
 from . import definition
 from .metadata import RecurrentBatch, RecurrentState, check_step, check_weights
 from .row_functions import sequence_of, silu
@@ -157,19 +157,7 @@ def causal_conv1d(
         from ..cpu.recurrent import causal_conv1d as numba_conv1d
 
         return _run(numba_conv1d.launch_for(x, weight, state.conv, batch, activation))
-
-    def run(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        state: RecurrentState,
-        batch: RecurrentBatch,
-        **_: object,
-    ) -> torch.Tensor:
-        out = definition.causal_conv1d(x, weight, bias, state, batch, activation=activation, compute=torch.float32)
-        return out.to(x.dtype)
-
-    return run
+    return by_definition(definition.causal_conv1d, x.dtype)
 
 
 def _bind(

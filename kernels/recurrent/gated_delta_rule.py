@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from ..core.checks import check_eps, check_is_tensor
 from ..core.errors import InvalidInputError, as_float, as_int, shown
-from ..core.operation import Run, in_fields, operation
+from ..core.operation import Run, by_definition, in_fields, operation
 from . import definition
 from .launches import bind_scan
 from .metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
@@ -85,6 +86,9 @@ def gated_delta_rule(
     numbers: dict[str, float | None] = {"beta_scale": beta_scale, "least": 0.0, "most": math.inf, "eps": eps}
     numbers |= {"lower_bound": lower_bound, "scale": rings.state.shape[-1] ** -0.5}
     bound = bind_scan(mixed, _pointers(a, b, erase_read, erase_write), rings, batch, numbers)
+    if bound is None:
+        options: dict[str, Any] = {"beta_scale": beta_scale, "eps": eps, "lower_bound": lower_bound}
+        return by_definition(definition.gated_delta_rule, mixed.dtype, num_k_heads=num_k_heads, **options)
 
     def run(
         mixed: torch.Tensor,
@@ -99,15 +103,8 @@ def gated_delta_rule(
         erase_write: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        if bound is not None:
-            weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias}
-            return bound(mixed, state, batch, _pointers(a, b, erase_read, erase_write), weights)
-        out = definition.gated_delta_rule(
-            mixed, a, b, A_log, dt_bias, state, batch,
-            num_k_heads=num_k_heads, beta_scale=beta_scale, eps=eps, lower_bound=lower_bound,
-            erase_read=erase_read, erase_write=erase_write, compute=torch.float32,
-        )  # fmt: skip
-        return out.to(mixed.dtype)
+        weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias}
+        return bound(mixed, state, batch, _pointers(a, b, erase_read, erase_write), weights)
 
     return run
 

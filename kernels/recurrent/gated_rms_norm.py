@@ -9,7 +9,7 @@ from ..core.compat import tl, triton
 from ..core.device import takes_numba, use_triton
 from ..core.errors import InvalidInputError, as_bool, as_int, shown
 from ..core.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
-from ..core.operation import Run, like_the_first, operation
+from ..core.operation import Run, by_definition, like_the_first, operation
 from . import definition
 from .row_functions import silu
 
@@ -124,15 +124,7 @@ def gated_rms_norm(
         launch = numba_norm.launch_for(x, z, weight, group, eps, norm_first=norm_first, has_silu=is_silu)
         if launch is not None:
             return _run(launch)
-
-    def run(x: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        out = definition.gated_rms_norm(
-            x, z, weight, eps,
-            norm_first=norm_first, group_size=group, activation=activation, compute=torch.float32,
-        )  # fmt: skip
-        return out.to(x.dtype)
-
-    return run
+    return by_definition(definition.gated_rms_norm, x.dtype, group_size=group)
 
 
 def _launch(

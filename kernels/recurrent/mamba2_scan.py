@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..core.errors import InvalidInputError, as_float, as_int, shown
-from ..core.operation import Run, in_fields, operation
+from ..core.operation import Run, by_definition, in_fields, operation
 from . import definition
 from .launches import bind_scan
 from .metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values
@@ -68,6 +68,8 @@ def mamba2_scan(
 
     numbers = {"beta_scale": 0.0, "least": dt_min, "most": dt_max, "lower_bound": None, "eps": 0.0, "scale": 1.0}
     bound = bind_scan(mixed, {"gate_ptr": dt}, rings, batch, numbers, values_first=True)
+    if bound is None:
+        return by_definition(definition.mamba2_scan, mixed.dtype, num_groups=num_groups, dt_limits=(dt_min, dt_max))
 
     def run(
         mixed: torch.Tensor,
@@ -79,13 +81,7 @@ def mamba2_scan(
         batch: RecurrentBatch,
         **_: object,
     ) -> torch.Tensor:
-        if bound is not None:
-            weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias, "D_ptr": D}
-            return bound(mixed, state, batch, {"gate_ptr": dt}, weights)
-        out = definition.mamba2_scan(
-            mixed, dt, A_log, dt_bias, D, state, batch,
-            num_groups=num_groups, dt_limits=(dt_min, dt_max), compute=torch.float32,
-        )  # fmt: skip
-        return out.to(mixed.dtype)
+        weights = {"A_log_ptr": A_log, "dt_bias_ptr": dt_bias, "D_ptr": D}
+        return bound(mixed, state, batch, {"gate_ptr": dt}, weights)
 
     return run
