@@ -320,6 +320,11 @@ class CompressedCall(NamedTuple):
         )
 
 
+def tensor_names(call: AttentionCall | MlaCall | CompressedCall) -> list[str]:
+    """Return the names of a call's tensors. Calls that are bound with it have the same ones."""
+    return [name for name, value in call._asdict().items() if isinstance(value, torch.Tensor)]
+
+
 def bind_steps(
     call: AttentionCall | MlaCall | CompressedCall, bind: Callable[[Any, AttentionPlan | None], Run[Any]]
 ) -> Run[Any]:
@@ -327,21 +332,15 @@ def bind_steps(
 
     Only the names of the call's tensors stay: a bound call must not keep activations alive.
     """
-    kind = type(call)
-    options: dict[str, Any] = {}
-    tensor_names: list[str] = []
-    for name, value in call._asdict().items():
-        if isinstance(value, torch.Tensor):
-            tensor_names.append(name)
-        else:
-            options[name] = value
+    kind, names = type(call), tensor_names(call)
+    options = {name: value for name, value in call._asdict().items() if name not in names}
 
     def bind_step(*positional: torch.Tensor, plan: AttentionPlan | None = None, **arguments: Any) -> Any:
         arguments |= zip(kind._fields, positional, strict=False)
         arguments["is_causal"] = arguments.get("causal")  # a tensor in calls of `paged_attention` alone
         max_seqlen_q = arguments["max_seqlen_q"]
         check_plan(plan, arguments["cu_seqlens_q"], arguments["seq_lens"], max_seqlen_q)
-        tensors = {name: arguments[name] for name in tensor_names}
+        tensors = {name: arguments[name] for name in names}
         longest = min(int(max_seqlen_q), len(tensors["q"]))
         return bind(kind(**options | tensors | {"max_seqlen_q": longest}), plan)
 

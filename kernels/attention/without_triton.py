@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..core.ids import Sequences, check_ids_on_host, check_sequences_on_host
 from ..core.operation import Run
 from ..cpu.recording import recording
 from . import compressed_definition, definition, latent_definition
-from .call import AttentionCall, CompressedCall, MlaCall
+from .call import AttentionCall, CompressedCall, MlaCall, tensor_names
 from .keys import NO_LIMIT
 from .plan import AttentionPlan, outputs, reference_to
 
@@ -124,39 +124,15 @@ def _takes_codes(call: AttentionCall) -> bool:
 def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
     """Return a function that computes calls of `paged_mla_attention` like this one."""
     del plan  # not used: every call reads the lengths itself
-    return_lse = call.return_lse
-    options: dict[str, Any] = {
-        "v_head_dim": call.v_head_dim,
-        "softmax_scale": call.softmax_scale,
-        "causal": call.causal,
-        "window_size": call.window,
-        "compute": torch.float32,
-    }
-    window_left = call.window[0]
-
-    def run(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        *,
-        block_table: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seqlen_q: int,
-        sinks: torch.Tensor | None = None,
-        k_scale: torch.Tensor | None = None,
-        indices: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        **_: object,
-    ) -> Any:
-        _note_read("paged_mla_attention")
-        lengths: dict[str, Any] = {"block_table": block_table, "cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
-        _check(q, kv_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window_left)
-        results = latent_definition.paged_mla_attention(
-            q, kv_cache, **lengths, **options, sinks=sinks, k_scale=k_scale, indices=indices
-        )
-        return _rounded(results, q.dtype, out, return_lse=return_lse)
-
-    return run
+    return _bind_definition(
+        call,
+        latent_definition.paged_mla_attention,
+        _check_latent,
+        v_head_dim=call.v_head_dim,
+        softmax_scale=call.softmax_scale,
+        causal=call.causal,
+        window_size=call.window,
+    )
 
 
 def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
@@ -166,42 +142,37 @@ def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any
         numbers.append(call.kv_cache)
     if takes_numba(*numbers, weights=(call.sinks,)):
         return _bind_compressed_numba(call, plan)
-    return_lse = call.return_lse
-    options: dict[str, Any] = {
-        "softmax_scale": call.softmax_scale,
-        "sliding_window": call.sliding_window,
-        "pool_size": call.pool_size,
-        "compute": torch.float32,
-    }
+    return _bind_definition(
+        call,
+        compressed_definition.paged_compressed_attention,
+        _check_compressed,
+        softmax_scale=call.softmax_scale,
+        sliding_window=call.sliding_window,
+        pool_size=call.pool_size,
+    )
 
-    def run(
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        entry_cache: torch.Tensor | None = None,
-        *,
-        block_table: torch.Tensor,
-        entry_table: torch.Tensor | None = None,
-        cu_seqlens_q: torch.Tensor,
-        seq_lens: torch.Tensor,
-        max_seqlen_q: int,
-        indices: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-        cos_sin_cache: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        **_: object,
-    ) -> Any:
-        _note_read("paged_compressed_attention")
-        lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "seq_lens": seq_lens}
-        tensors: dict[str, Any] = {"q": q, "kv_cache": kv_cache, "block_table": block_table, **lengths}
-        tensors |= {"entry_cache": entry_cache, "entry_table": entry_table, "cos_sin_cache": cos_sin_cache}
-        _check_compressed(call._replace(max_seqlen_q=max_seqlen_q, **tensors))
-        results = compressed_definition.paged_compressed_attention(
-            q, kv_cache, entry_cache, block_table=block_table, entry_table=entry_table, **lengths, **options,
-            indices=indices, sinks=sinks, cos_sin_cache=cos_sin_cache,
-        )  # fmt: skip
-        return _rounded(results, q.dtype, out, return_lse=return_lse)
+
+def _bind_definition(
+    call: MlaCall | CompressedCall, definition: Callable[..., Any], check: Callable[[Any], None], **options: Any
+) -> Run[Any]:
+    """Return a function that checks the ids of a call and computes its definition in float32."""
+    names = [name for name in tensor_names(call) if name != "out"]
+
+    def run(*positional: torch.Tensor, max_seqlen_q: int, out: torch.Tensor | None = None, **arguments: Any) -> Any:
+        _note_read(definition.__name__)
+        arguments |= zip(call._fields, positional, strict=False)
+        tensors = {name: arguments[name] for name in names}
+        check(call._replace(max_seqlen_q=max_seqlen_q, **tensors))
+        results = definition(**tensors, **options, compute=torch.float32)
+        return _rounded(results, call.q.dtype, out, return_lse=call.return_lse)
 
     return run
+
+
+def _check_latent(call: MlaCall) -> None:
+    """Raise InvalidInputError for lengths, offsets or blocks out of range."""
+    lengths = call.block_table, call.cu_seqlens_q, call.seq_lens, call.max_seqlen_q
+    _check(call.q, call.kv_cache, *lengths, call.window[0])
 
 
 def _check_compressed(call: CompressedCall) -> None:
