@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from paged.bench.bounds.first_order import ELEMENTARY, Defined, rounding
+from paged.bench.bounds.first_order import ELEMENTARY, Defined, gamma, independent, rounding
 from paged.bench.bounds.layers import norm_error, rotation
 from paged.bench.problems.arguments import Arguments, Tensors, marked
+from paged.kernels.cache import definition
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
 
@@ -60,11 +61,28 @@ def qk_norm_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors
     sizes = {}
     for name in ("q", "k"):
         sizes[name] = arguments["q"].shape[-1] if arguments.get(f"{name}_weight") is not None else 0
-    before = rotation(want["k_cache"], arguments, sizes["k"])
+    before = _rotated(want["k_cache"], arguments, sizes["k"])
     error = _stored(want["k_cache"], arguments["k_cache"].dtype, before)
     errors["k_cache"] = _in_slots(error, arguments["slot_mapping"])
-    errors["q"] = rounding(want["q"], arguments["q"].dtype) + rotation(want["q"], arguments, sizes["q"])
+    errors["q"] = rounding(want["q"], arguments["q"].dtype) + _rotated(want["q"], arguments, sizes["q"])
     return errors
+
+
+def _rotated(want: torch.Tensor, arguments: Arguments, norm_size: int) -> torch.Tensor:
+    """Return the float32 error of heads after a norm of `norm_size` numbers, a rotation and a Hadamard transform."""
+    signs = arguments.get("hadamard_signs")
+    if signs is None:
+        return rotation(want, arguments, norm_size)
+    # The matrix is its own inverse, so this is what the transform took.
+    before = definition.hadamard(want, torch.ones_like(signs)) * signs
+    size = want.shape[-1] & -want.shape[-1]
+    numbers = before.unflatten(-1, (-1, size))  # [..., head_dim / size, size]
+    errors = (rotation(before, arguments, norm_size) + ELEMENTARY * before.abs()).unflatten(-1, (-1, size))
+    mixed = independent(errors.sum(-1), errors.square().sum(-1)) + gamma(size) * numbers.abs().sum(-1)
+    error: torch.Tensor = (mixed * size**-0.5).repeat_interleave(size, -1)
+    if norm_size:
+        error = error + norm_error(norm_size) * want.abs()  # all numbers of a head are divided by the same root
+    return error
 
 
 def latent_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:

@@ -52,13 +52,22 @@ def _rows(draw: Draw, *, tokens: int, num_kv_heads: int, dim: int, is_fp8: bool 
     return {"key": key, "value": value, **_write(draw, tokens, num_kv_heads, dim, is_fp8)}
 
 
-def _rotated_rows(draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int, is_fp8: bool = False) -> Arguments:
+def _rotated_rows(
+    draw: Draw, *, tokens: int, heads: tuple[int, int], dim: int, is_fp8: bool = False, has_hadamard: bool = False
+) -> Arguments:
+    """Draw writes of normed and rotated keys. has_hadamard: whether a Hadamard transform follows."""
     q, (k, v) = draw.normal(tokens, heads[0], dim), draw.normals(2, tokens, heads[1], dim)
     positions, cos_sin_cache = draw.rotary(tokens, dim)
     q_weight, k_weight = draw.normals(2, dim)
     rotation = {"positions": positions, "cos_sin_cache": cos_sin_cache}
     weights = {"q_weight": q_weight, "k_weight": k_weight}
+    if has_hadamard:
+        weights["hadamard_signs"] = _signs(draw, dim)
     return {"q": q, "k": k, "v": v, **_write(draw, tokens, heads[1], dim, is_fp8), **rotation, **weights}
+
+
+def _signs(draw: Draw, dim: int) -> torch.Tensor:
+    return torch.randint(0, 2, (dim,), device=draw.device) * 2.0 - 1
 
 
 def _skipped_slots(draw: Draw) -> Iterator[Arguments]:
@@ -85,6 +94,17 @@ def _scaled_rows(dtypes: tuple[torch.dtype, torch.dtype], draw: Draw) -> Iterato
         if kind.has_table_scale:
             arguments[f"{name}_table_scale"] = rows.float().abs().amax() / 2688
     yield arguments
+
+
+def _transformed_rows(draw: Draw) -> Iterator[Arguments]:
+    """Draw keys after a Hadamard transform, for caches with scales; a part of each head is rotated."""
+    for dtype in (torch.int8, torch.bits4x2, torch.float4_e2m1fn_x2):
+        for arguments in _scaled_rows((dtype, dtype), draw):
+            k, v = arguments.pop("key"), arguments.pop("value")
+            positions, cos_sin_cache = draw.rotary(5, 24)
+            rotation = {"positions": positions, "cos_sin_cache": cos_sin_cache, "interleaved": True}
+            heads = {"q": draw.normal(5, 6, 80), "k": k, "v": v, "hadamard_signs": _signs(draw, 80)}
+            yield {**heads, **arguments, **rotation}
 
 
 def _latents(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Arguments:
@@ -193,6 +213,13 @@ def _rotated_row_cases() -> list[CompileCase]:
         weights = {"q_weight": empty("bf16", head_dim), "k_weight": empty("bf16", head_dim)}
         cases += _write_cases(f"qk_norm_rope_and_cache {shape}", k, partial(write, **weights))
         cases += _write_cases(f"rope_and_cache {shape}", k, write)
+        transform = partial(write, **weights, hadamard_signs=empty("fp32", head_dim))
+        for dtype in (torch.int8, torch.bits4x2):
+            cases.append(_scaled_case(f"qk_norm_rope_and_cache hadamard {shape}", k, transform, dtype))
+        if shape == "head_dim=128 rotary_dim=128":
+            cache = empty("bf16", 4, 16, num_kv_heads, head_dim)
+            name = f"qk_norm_rope_and_cache hadamard {shape}"
+            cases.append(single_case(name, transform, cache, cache, empty("i64", COMPILED_TOKENS)))
     return cases
 
 
@@ -220,23 +247,14 @@ def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> 
             f"{name}{text}", write, cache, cache, empty("i64", COMPILED_TOKENS), targets=targets, **scales
         )
 
-    def scaled_case(dtype: torch.dtype) -> CompileCase:
-        kind = kv_kind(dtype)
-        cache = empty(ELEMENTS[dtype], 4, 16, num_heads, kind.num_elements(head_dim))
-        scale = empty(ELEMENTS[kind.scale_dtype], *kind.scales_shape(cache))
-        scales, slots = {"k_scale": scale, "v_scale": scale}, empty("i64", COMPILED_TOKENS)
-        if kind.has_table_scale:
-            scales |= {"k_table_scale": empty("fp32", 1), "v_table_scale": empty("fp32", 1)}
-        return single_case(f"{name} {kind.spellings[0]}", write, cache, cache, slots, targets=EVERY_CASE, **scales)
-
     one_alone = head_dim == 128
     cases = [case("", "bf16", {}, EVERY_CASE)]
     if one_alone:
         cases.append(case(" scaled", "bf16", scale, EVERY_CASE))
     for dtype, kind in KV_KINDS.items():
-        # Other writes of two numbers a byte launch this kernel after their own.
-        if kind.has_scales and (kind.numbers_per_element == 1 or name.startswith("reshape")):
-            cases.append(scaled_case(dtype))
+        # Every rotation is compiled for a transform with int4, so two numbers a byte without one are compiled once.
+        if kind.has_scales and (kind.numbers_per_element == 1 or name.startswith("reshape") or one_alone):
+            cases.append(_scaled_case(name, key, write, dtype))
     for native, text in ((True, " native"), (False, "")):
         targets = tuple(target for target in EVERY_CASE if (target in NATIVE_FP8) == native)
         for form, code in (("e4m3", "fp8e4nv"), ("e5m2", "fp8e5")):
@@ -244,6 +262,18 @@ def _write_cases(name: str, key: torch.Tensor, write: Callable[..., object]) -> 
             if one_alone:
                 cases.append(case(f" {form}{text}", code, {}, targets))
     return cases
+
+
+def _scaled_case(name: str, key: torch.Tensor, write: Callable[..., object], dtype: torch.dtype) -> CompileCase:
+    """Return the case of writing K and V of a dtype with scales in the cache."""
+    _, num_heads, head_dim = key.shape
+    kind = kv_kind(dtype)
+    cache = empty(ELEMENTS[dtype], 4, 16, num_heads, kind.num_elements(head_dim))
+    scale = empty(ELEMENTS[kind.scale_dtype], *kind.scales_shape(cache))
+    scales, slots = {"k_scale": scale, "v_scale": scale}, empty("i64", COMPILED_TOKENS)
+    if kind.has_table_scale:
+        scales |= {"k_table_scale": empty("fp32", 1), "v_table_scale": empty("fp32", 1)}
+    return single_case(f"{name} {kind.spellings[0]}", write, cache, cache, slots, targets=EVERY_CASE, **scales)
 
 
 def _copy_cases() -> list[CompileCase]:
@@ -330,8 +360,19 @@ CARDS = (
         errors=bounds.qk_norm_write,
         writes=_slots_of("k_cache", "v_cache", also=("q",)),
         cost=_write_cost,
-        rows=(Row(_ROTARY), Row({**_ROTARY, "is_fp8": same(True)}, "fp8")),
-        odd={"tokens": _ODD_TOKENS, "heads": _ODD_HEADS, "dim": (80, 16), "is_fp8": (True, False)},
+        rows=(
+            Row(_ROTARY),
+            Row({**_ROTARY, "is_fp8": same(True)}, "fp8"),
+            Row({**_ROTARY, "has_hadamard": same(True)}, "hadamard"),
+        ),
+        edges=(Edge("hadamard with scales", _transformed_rows),),
+        odd={
+            "tokens": _ODD_TOKENS,
+            "heads": _ODD_HEADS,
+            "dim": (80, 16),
+            "is_fp8": (True, False),
+            "has_hadamard": (True, False),
+        },
         compiled=_rotated_row_cases,
     ),
     Card(

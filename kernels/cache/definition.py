@@ -63,6 +63,7 @@ def qk_norm_rope_and_cache(
     v_scale: torch.Tensor | None = None,
     k_table_scale: torch.Tensor | None = None,
     v_table_scale: torch.Tensor | None = None,
+    hadamard_signs: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return `norm_and_rotate` of q, and both caches after `reshape_and_cache` of `norm_and_rotate` of k, and of v."""
@@ -72,6 +73,7 @@ def qk_norm_rope_and_cache(
         cos_sin_cache=cos_sin_cache,
         eps=eps,
         interleaved=interleaved,
+        hadamard_signs=hadamard_signs,
         compute=compute,
     )
     caches = reshape_and_cache(
@@ -89,12 +91,42 @@ def norm_and_rotate(
     *,
     eps: float = 1e-6,
     interleaved: bool = False,
+    hadamard_signs: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return x [num_tokens, num_heads, head_dim] after `rms_norm` of every head, if there is a weight, and `rotate`."""
+    """Return x [num_tokens, num_heads, head_dim] after `rms_norm` of every head, if there is a weight, and `rotate`.
+
+    With signs, `hadamard` follows.
+    """
     if weight is not None:
         x = layers.rms_norm(x, weight, eps, compute=compute)
-    return layers.rotate(x, positions, cos_sin_cache, interleaved=interleaved, compute=compute)
+    rotated = layers.rotate(x, positions, cos_sin_cache, interleaved=interleaved, compute=compute)
+    if hadamard_signs is None:
+        return rotated
+    return hadamard(rotated, hadamard_signs, compute=compute)
+
+
+def hadamard(x: torch.Tensor, signs: torch.Tensor, *, compute: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return x [..., size] times signs [size], each block times Sylvester's matrix over the root of the block's size.
+
+    A block is the largest power of two that divides `size`. This randomised Hadamard transform is orthogonal.
+    """
+    size = x.shape[-1]
+    block = size & -size
+    matrix = _hadamard_matrix(block).to(x.device, compute)  # [block, block]
+    blocks = (x.to(compute) * signs.to(compute)).unflatten(-1, (-1, block))  # [..., size / block, block]
+    return (blocks @ matrix).flatten(-2) * block**-0.5
+
+
+@functools.cache
+def _hadamard_matrix(size: int) -> torch.Tensor:
+    """Return Sylvester's matrix: 1, and in every step [[M, M], [M, -M]]."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        upper = torch.cat([matrix, matrix], 1)
+        lower = torch.cat([matrix, -matrix], 1)
+        matrix = torch.cat([upper, lower])
+    return matrix
 
 
 def concat_and_cache_mla(
@@ -246,6 +278,7 @@ def write_rotated(
     v_scale: torch.Tensor | None = None,
     k_table_scale: torch.Tensor | None = None,
     v_table_scale: torch.Tensor | None = None,
+    hadamard_signs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kernels.cache.qk_norm_rope_and_cache`. It raises before it writes."""
     rotate = functools.partial(
@@ -254,6 +287,7 @@ def write_rotated(
         cos_sin_cache=cos_sin_cache,
         eps=eps,
         interleaved=interleaved,
+        hadamard_signs=hadamard_signs,
         compute=torch.float32,
     )
     rotated_q, rotated_k = rotate(q, q_weight), rotate(k, k_weight)

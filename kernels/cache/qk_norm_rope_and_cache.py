@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
+from ..core.checks import (
+    FLOAT_DTYPES,
+    check_contiguous,
+    check_eps,
+    check_last_dim_contiguous,
+    check_tensor,
+    check_writable,
+)
 from ..core.compat import tl, triton
 from ..core.device import takes_numba, use_triton
 from ..core.dtypes import as_kernel_argument, kv_kind, scale_argument
@@ -15,7 +20,7 @@ from ..core.ids import check_all_ids, checks_ids
 from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from ..core.operation import Run, operation
 from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
-from . import definition, reshape_and_cache
+from . import definition, ordered_heads
 from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, scale_pointers, slot_offset, slots_of, store_rows
 
 
@@ -129,6 +134,7 @@ def qk_norm_rope_and_cache(
     v_scale: torch.Tensor | None = None,
     k_table_scale: torch.Tensor | None = None,
     v_table_scale: torch.Tensor | None = None,
+    hadamard_signs: torch.Tensor | None = None,
 ) -> Run[torch.Tensor]:
     """Apply `rms_norm` to every head of q and k, then `rotary_embedding` and `reshape_and_cache`, in one pass.
 
@@ -142,6 +148,10 @@ def qk_norm_rope_and_cache(
         positions, cos_sin_cache, interleaved: as in `rotary_embedding`.
         q_weight, k_weight: [head_dim], weights of the norms; both None for models without these norms.
         eps: added to the mean square of a head; at least 0.
+        hadamard_signs: float32 [head_dim], contiguous, 1 or -1: rotated queries and keys become H (signs x), so that
+            outliers of a channel spread over the head, and scores stay. H is Sylvester's matrix of the largest power of
+            two that divides head_dim, over the root of its size, for each block of this size. head_dim is a multiple of
+            16. None for no transform.
 
     Raises:
         InvalidInputError: a shape, dtype, device or stride does not fit, only one weight is given, or a slot or
@@ -161,16 +171,20 @@ def qk_norm_rope_and_cache(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight is not None:
             check_tensor(name, weight, (head_dim,), FLOAT_DTYPES, q.device)
+    if hadamard_signs is not None:
+        ordered_heads.hadamard_size("hadamard_signs", head_dim)
+        check_tensor("hadamard_signs", hadamard_signs, (head_dim,), (torch.float32,), q.device)
+        check_contiguous("hadamard_signs", hadamard_signs)
     by_triton = use_triton(q)
     checks = by_triton and checks_ids(q)
     launch: Compute | None = None
     if by_triton and num_tokens * (q.shape[1] + k.shape[1]) * head_dim == 0:
         launch = nothing
-    elif by_triton and (kv_kind(k_cache.dtype).group_size or kv_kind(v_cache.dtype).group_size):
-        launch = _packed_launches(q, write, cos_sin_cache, eps, interleaved)
+    elif by_triton and (hadamard_signs is not None or _are_packed(k_cache, v_cache)):
+        launch = ordered_heads.launch_for(q, write, cos_sin_cache, eps, interleaved, hadamard_signs)
     elif by_triton:
         launch = _launch_for(q, write, cos_sin_cache, eps, interleaved)
-    elif k_scale is None and v_scale is None and takes_numba(q, *write[:4], weights=[q_weight, k_weight]):
+    elif _takes_numba(q, write, (q_weight, k_weight), hadamard_signs):
         from ..cpu.cache import qk_norm_rope_and_cache as numba_write
 
         launch = numba_write.launch_for(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
@@ -193,6 +207,7 @@ def qk_norm_rope_and_cache(
         v_scale: torch.Tensor | None = None,
         k_table_scale: torch.Tensor | None = None,
         v_table_scale: torch.Tensor | None = None,
+        hadamard_signs: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
         if checks:
@@ -216,6 +231,7 @@ def qk_norm_rope_and_cache(
             "cos_sin_cache_ptr": cos_sin_cache,
             "q_weight_ptr": q_weight,
             "k_weight_ptr": k_weight,
+            "signs_ptr": hadamard_signs,
         }
         if launch(tensors):  # the numba kernel has found an id out of range
             _check_ids(k_cache, slot_mapping, positions, cos_sin_cache, by_triton=False)
@@ -236,30 +252,21 @@ def _check_ids(
     check_all_ids("qk_norm_rope_and_cache", *ids, by_triton=by_triton)
 
 
-def _packed_launches(
-    q: torch.Tensor, write: CacheWrite, cos_sin_cache: torch.Tensor, eps: float, interleaved: bool
-) -> Compute:
-    """Return two launches for caches in which several numbers share a scale and a byte.
+def _are_packed(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
+    """Return whether several numbers share a scale and a byte in one of the caches."""
+    return bool(kv_kind(k_cache.dtype).group_size or kv_kind(v_cache.dtype).group_size)
 
-    A program has the two halves of a rotated head in different registers, so neighbours are not beside each other. The
-    first launch writes float32 keys and values, a slot for each token. The second launch writes them to the caches.
-    """
-    num_tokens, num_kv_heads, head_dim = write.key.shape
-    shapes = (num_tokens, 1, num_kv_heads, head_dim), (num_tokens, 1, num_kv_heads, write.value.shape[2])
-    device = q.device
-    keys, values = (torch.empty(shape, device="meta") for shape in shapes)
-    wide = CacheWrite(write.key, write.value, keys, values, write.slot_mapping, None, None)
-    rotate = _launch_for(q, wide, cos_sin_cache, eps, interleaved)
-    store = reshape_and_cache.launch_for(write._replace(key=keys[:, 0], value=values[:, 0]))
 
-    def launch(tensors: dict[str, Any]) -> None:
-        keys, values = (torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes)
-        slots = torch.arange(num_tokens, device=device)
-        scratch = {"k_cache_ptr": keys, "v_cache_ptr": values, "slot_mapping_ptr": slots}
-        rotate({**tensors, **scratch, "k_scale_ptr": None, "v_scale_ptr": None})
-        store({**tensors, "key_ptr": keys, "value_ptr": values})
-
-    return launch
+def _takes_numba(
+    q: torch.Tensor,
+    write: CacheWrite,
+    weights: tuple[torch.Tensor | None, torch.Tensor | None],
+    hadamard_signs: torch.Tensor | None,
+) -> bool:
+    """Return whether the numba kernel takes the arguments: caches without scales, and no transform."""
+    if write.k_scale is not None or write.v_scale is not None or hadamard_signs is not None:
+        return False
+    return takes_numba(q, *write[:4], weights=list(weights))
 
 
 def _launch_for(

@@ -183,6 +183,7 @@ FAULTS = (
     ("reshape_and_cache", 1, "the scale of another head", _rolled("k_scale", 0)),
     ("reshape_and_cache", 1, "the scale is 5 % off", _scaled("k_scale", 1.05)),
     ("qk_norm_rope_and_cache", 1, "the scale is 5 % off", _scaled("k_scale", 1.05)),
+    ("qk_norm_rope_and_cache", 2, "the signs of the neighbour", _rolled("hadamard_signs", 0)),
     ("rms_norm", 0, "the weight of the neighbour", _rolled("weight", 0)),
     ("rms_norm", 0, "eps a tenth of the square", _replaced("eps", 0.1)),
     ("fused_add_rms_norm", 0, "the weight of the neighbour", _rolled("weight", 0)),

@@ -1,5 +1,6 @@
 """qk_norm_rope_and_cache against the composition of the three operations it fuses, in float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -44,7 +45,23 @@ def make_inputs(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> dict[
 def rotated(x: torch.Tensor, weight: torch.Tensor | None, inputs: dict[str, Any]) -> torch.Tensor:
     """Queries or keys as they are to become, in float64."""
     normed = x if weight is None else layers.rms_norm(x, weight, inputs["eps"])
-    return layers.rotate(normed, inputs["positions"], inputs["cos_sin_cache"], interleaved=inputs["interleaved"])
+    heads = layers.rotate(normed, inputs["positions"], inputs["cos_sin_cache"], interleaved=inputs["interleaved"])
+    signs = inputs.get("hadamard_signs")
+    if signs is None:
+        return heads
+    return transformed(heads, signs)
+
+
+def transformed(heads: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Heads after the randomised Hadamard transform, whose matrix is (-1)^(number of common bits of row and column)."""
+    size = heads.shape[-1] & -heads.shape[-1]
+    rows = [[(-1.0) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+    matrix = torch.tensor(rows, dtype=torch.float64, device=heads.device) / math.sqrt(size)
+    return ((heads * signs.double()).unflatten(-1, (-1, size)) @ matrix).flatten(-2)
+
+
+def draw_signs(head_dim: int, device: torch.device) -> torch.Tensor:
+    return torch.randint(0, 2, (head_dim,), device=device) * 2.0 - 1
 
 
 @pairwise(
@@ -53,14 +70,17 @@ def rotated(x: torch.Tensor, weight: torch.Tensor | None, inputs: dict[str, Any]
     with_norm=[False, True],
     cache_dtype=[None, torch.float8_e4m3fn, torch.float8_e5m2, torch.float16],
     scaled=[("", ""), ("tensor", "heads"), ("heads", ""), ("", "one")],
+    with_hadamard=[False, True],
 )
 def test_matches_the_composition(
     sizes: Sizes, dtype: torch.dtype, with_norm: bool, cache_dtype: torch.dtype | None, scaled: tuple[str, str],
-    device: torch.device,
+    with_hadamard: bool, device: torch.device,
 ) -> None:  # fmt: skip
     """Over caches whose K and V lie side by side, of the same type or another one, with scales of K, V or both."""
     _, num_kv_heads, head_dim, v_head_dim, *_ = sizes
     inputs = make_inputs(sizes, dtype, device)
+    if with_hadamard and head_dim % 16 == 0:
+        inputs["hadamard_signs"] = draw_signs(head_dim, device)
     q, k, v = (inputs[name].clone() for name in "qkv")
     weights = [torch.randn(head_dim, device=device).to(dtype) if with_norm else None for _ in range(2)]
     pool = torch.full((NUM_BLOCKS, 2, BLOCK_SIZE, num_kv_heads, max(head_dim, v_head_dim)), torch.nan, device=device)
@@ -100,5 +120,11 @@ def test_no_tokens_and_what_does_not_fit(device: torch.device) -> None:
         ("v", given["v"][:, :1], "v: shape"),
         ("slot_mapping", given["slot_mapping"][:1], "slot_mapping: shape"),
         ("cos_sin_cache", torch.ones(64, 34, device=device), "rotary_dim 34"),
+        ("hadamard_signs", torch.ones(31, device=device), r"hadamard_signs: shape \[31\], expected \[32\]"),
         ("k_scale", torch.ones(4, device=device), r"k_scale: shape \[4\], expected \[\], \[1\] or \[2\]"),
     )
+    narrow = make_inputs((4, 2, 24, 24, 24, False), torch.float32, device)
+    caches = torch.zeros(2, NUM_BLOCKS, BLOCK_SIZE, 2, 24, device=device)
+    sound = {**narrow, "k_cache": caches[0], "v_cache": caches[1]}
+    signs = draw_signs(24, device)
+    assert_refuses(qk_norm_rope_and_cache, sound, ("hadamard_signs", signs, "heads of 24, expected a multiple of 16"))

@@ -11,7 +11,7 @@ import paged.kernels.cache.write
 import paged.kernels.core.dtypes
 from paged import qk_norm_rope_and_cache
 from paged.kernels.core.dtypes import kv_kind
-from tests.kernels.cache.test_qk_norm_rope_and_cache import make_inputs, rotated
+from tests.kernels.cache.test_qk_norm_rope_and_cache import draw_signs, make_inputs, rotated
 from tests.kernels.faulty import planted, turns_red
 from tests.kernels.refusals import assert_refuses
 from tests.tolerance import assert_within
@@ -146,6 +146,8 @@ def test_checks_see_the_fault(dtype: torch.dtype, fault: str, tmp_path: Path, de
 @pytest.mark.parametrize(("head_dim", "rotary_dim", "interleaved"), [(80, 24, False), (96, 96, True)])
 def test_rotated_keys(head_dim: int, rotary_dim: int, interleaved: bool, device: torch.device) -> None:
     inputs = make_inputs((5, NUM_HEADS, head_dim, head_dim, rotary_dim, interleaved), torch.float32, device)
+    if interleaved:
+        inputs["hadamard_signs"] = draw_signs(head_dim, device)
     weight = torch.rand(head_dim, device=device)
     caches = _caches(head_dim, device)
     qk_norm_rope_and_cache(**inputs, **caches, q_weight=weight, k_weight=weight)
