@@ -583,8 +583,16 @@ def store_pairs(builder, pointer, index, a, b):
 
 
 @emitted(_vector)
-def within(builder, vector, position, bounds, first, end):
-    """Return a vector with -inf in elements whose bounds do not contain a position: first <= position < end.
+def load_half_of_pairs(builder, pointer, index, is_second):
+    """Load the first or the second of 16 pairs that `store_pairs` stored from a float32 index on, as float32."""
+    pairs = builder.load(at(builder, pointer, index, _INT), align=4)
+    first, second = builder.shl(pairs, _each(16)), builder.and_(pairs, _each(-1 << 16))
+    return builder.bitcast(builder.select(is_second, second, first), VECTOR)
+
+
+@emitted(_vector)
+def within(builder, vector, position, bounds, first, end, outside):
+    """Return a vector with `outside` in elements whose bounds do not contain a position: first <= position < end.
 
     The bounds are 16 from each of two indices on.
     """
@@ -592,7 +600,7 @@ def within(builder, vector, position, bounds, first, end):
     ends = builder.load(at(builder, bounds, end, _INT), align=4)
     words = splat(builder, builder.trunc(position, _INT), WORDS)
     is_within = builder.and_(builder.icmp_signed("<=", firsts, words), builder.icmp_signed("<", words, ends))
-    return builder.select(is_within, vector, ir.Constant(VECTOR, [-float("inf")] * LANES))
+    return builder.select(is_within, vector, splat(builder, outside))
 
 
 @emitted()

@@ -52,7 +52,7 @@ def _attend_keys(memory, areas, options, num_blocks, num_keys, size, scale):
         for row in range(ROWS):
             at = bounds + block * 2 * ROWS + row
             ints[at], ints[at + ROWS] = np.int32(0), np.int32(num_keys)
-        attend_block(memory, areas, options, block, np.int64(0), np.int64(0), padded, size, size, scale)
+        attend_block(memory, areas, options, block, np.int64(0), np.int64(0), padded, size, size, scale, True)
 
 
 @nb.device_function

@@ -320,12 +320,15 @@ def attention_by(keys: Format, values: Format) -> Any:
     @nb.device_function
     def attend_heads(
         q, k_cache, v_cache, row_scales, factors, out, block_table, memory, options, strides, scale, at, seq, row,
-        num_queries, length, head, end_head, group, num_tokens, size, v_size, block_size, window_left, window_right,
-        chunk_size, next_keys,
+        num_queries, context, length, head, end_head, group, num_tokens, size, v_size, block_size, window_left,
+        window_right, chunk_size, next_keys,
     ):  # fmt: skip
         """Attend with queries of some heads over their keys, by online softmax (Milakov and Gimelshein, 2018).
 
+        It returns whether all sums of values are finite.
+
         factors: of all keys and of all values.
+        context: position of the first query.
         next_keys: place of the keys that are read next, for prefetching.
         """
         scratch, queries = memory
@@ -335,12 +338,7 @@ def attention_by(keys: Format, values: Format) -> Any:
         ]
         k_scales, v_scales = row_scales
         k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head = strides[11:]
-        context, table, num_heads, of_head = (
-            length - num_queries,
-            seq * table_stride,
-            end_head - head,
-            num_queries * group,
-        )
+        table, num_heads, of_head = seq * table_stride, end_head - head, num_queries * group
         rows = num_heads * of_head
         scores = at + rows * size  # scores begin after the queries
         sums = scores + rows * _KEYS
@@ -352,10 +350,8 @@ def attention_by(keys: Format, values: Format) -> Any:
             for i in range(v_size):
                 scratch[sums + r * v_size + i] = np.float32(0)
             scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
-        first_key = max(0, context - window_left)
-        if chunk_size > 0:
-            first_key = max(first_key, context // chunk_size * chunk_size)
-        end_key = min(length, length + window_right)
+        first_key, _ = visible(context, length, window_left, window_right, chunk_size)
+        _, end_key = visible(context + num_queries - 1, length, window_left, window_right, chunk_size)
         for tile in range(first_key, end_key, _KEYS):
             num_keys = min(_KEYS, end_key - tile)
             j = 0
@@ -447,6 +443,9 @@ def attention_by(keys: Format, values: Format) -> Any:
                             )  # fmt: skip
                         r += num_rows
                 j += run
+        num_sums, zero_sums = rows * v_size, fill(np.float32(0))
+        for i in range(0, num_sums, LANES):
+            zero_sums = multiply_add(load_part(scratch, sums + i, num_sums - i), fill(np.float32(0)), zero_sums)
         for r in range(rows):
             token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
             start, total = token * out_token + member * out_head, scratch[totals + r]
@@ -456,6 +455,7 @@ def attention_by(keys: Format, values: Format) -> Any:
             if total != 0:
                 inverse = np.float32(1) / total
             copy_sums(scratch, sums + r * v_size, inverse * factors[1], out, start, v_size)
+        return sum_of(zero_sums) == np.float32(0)
 
     @nb.device_function
     def attend(q, k_cache, v_cache, scales, factors, out, ids, memory, options, sizes, strides, scale, at):
@@ -508,11 +508,19 @@ def attention_by(keys: Format, values: Format) -> Any:
                     if stop == end_head:
                         next_seq, next_head = min(seq + 1, num_seqs - 1), np.int64(0)
                     next_keys = np.int64(block_table[next_seq * strides[10]]) * strides[2] + next_head * strides[4]
-                    attend_heads(
-                        q, k_cache, v_cache, scales, factors, out, block_table, memory, options, strides, scale, at,
-                        seq, row, num_queries, length, head, stop, group, num_tokens, size, v_size, block_size,
-                        window_left, window_right, chunk_size, next_keys,
-                    )  # fmt: skip
+                    # Weights of keys that a query does not see are 0, and 0 times an infinite value is NaN. A query
+                    # alone reads only keys that it sees.
+                    query, num_together = np.int64(0), num_queries
+                    while query < num_queries:
+                        are_finite = attend_heads(
+                            q, k_cache, v_cache, scales, factors, out, block_table, memory, options, strides, scale, at,
+                            seq, row + query, num_together, length - num_queries + query, length, head, stop, group,
+                            num_tokens, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
+                        )  # fmt: skip
+                        if are_finite or num_together == 1:
+                            query += num_together
+                        else:
+                            num_together = np.int64(1)
                     head = stop
             first_of_seq += length * num_kv_heads
 

@@ -115,8 +115,9 @@ def _hide(memory, scores, bounds, chunk, begin, end):
             for key in range(step, step + STEP):
                 for half in range(2):
                     to, first = scores + place(key, half), bounds + half * LANES
-                    visible_scores = within(load_vector(floats, to), chunk + key, ints, first, first + ROWS)
-                    store_vector(floats, to, visible_scores)
+                    score = load_vector(floats, to)
+                    score = within(score, chunk + key, ints, first, first + ROWS, np.float32(-np.inf))
+                    store_vector(floats, to, score)
 
 
 @nb.device_function
@@ -152,23 +153,44 @@ def _multiply(floats, sums, v_size, half, factor):
         store_vector(floats, at, multiply_add(load_vector(floats, at), factor, zeros))
 
 
-def block_by(score: Step, weigh: Step, add_values: Step) -> Any:
-    """Return a function that attends with a block's rows over packed keys, and multiplies by these steps."""
+def block_by(score: Step, weigh: Step, add_values: Step, weights_of: Step, value_of: Step) -> Any:
+    """Return a function that attends with a block's rows over packed keys, and multiplies by these steps.
+
+    weights_of, value_of: return the weights of a key, and a packed value.
+    """
 
     @nb.device_function
-    def attend_block(memory, areas, options, block, chunk, begin, end, size, v_size, scale):
-        """Attend with a block's rows over the keys of a chunk, by online softmax (Milakov and Gimelshein, 2018)."""
+    def add_visible_values(memory, values, scores, weights, sums, bounds, chunk, begin, end, v_size):
+        """Add weighted values to rows that see them. `add_values` adds 0 times an infinite value, NaN, to others."""
+        floats, _, ints, _ = memory
+        for key in range(begin, end):
+            for half in range(2):
+                weight, first = weights_of(memory, scores, weights, key, half), bounds + half * LANES
+                for column in range(v_size):
+                    value, to = fill(value_of(memory, values, key, column, v_size)), sums + place(column, half)
+                    product = multiply_add(weight, value, fill(np.float32(0)))
+                    product = within(product, chunk + key, ints, first, first + ROWS, np.float32(0))
+                    total = multiply_add(product, fill(np.float32(1)), load_vector(floats, to))
+                    store_vector(floats, to, total)
+
+    @nb.device_function
+    def attend_block(memory, areas, options, block, chunk, begin, end, size, v_size, scale, are_finite):
+        """Attend with a block's rows over the keys of a chunk, by online softmax (Milakov and Gimelshein, 2018).
+
+        are_finite: whether all packed values are.
+        """
         queries, sums, state, bounds, alibi, keys, values, scores, weights, _, _ = areas
         _, slopes, cap, _ = options
         floats = memory[0]
         queries += block * ROWS * nb.rounded_up(size, LANES)
         sums += block * ROWS * nb.rounded_up(v_size, LANES)
         state += block * 2 * ROWS
+        bounds += block * 2 * ROWS
         score(memory, queries, keys, scores, begin, end, size)
         if cap > np.float32(0) or slopes[0] != 0:
             _change(memory, scores, alibi + block * 2 * ROWS, cap, chunk, begin, end, scale)
             scale = np.float32(1)
-        _hide(memory, scores, bounds + block * 2 * ROWS, chunk, begin, end)
+        _hide(memory, scores, bounds, chunk, begin, end)
         zeros, ones, minus_ones, factor = fill(np.float32(0)), fill(np.float32(1)), fill(np.float32(-1)), fill(scale)
         for half in range(2):
             largest, total = state + half * LANES, state + ROWS + half * LANES
@@ -182,7 +204,10 @@ def block_by(score: Step, weigh: Step, add_values: Step) -> Any:
             store_vector(floats, total, multiply_add(load_vector(floats, total), rescale, weighed))
             if largest_of(multiply_add(fallen, minus_ones, zeros)) > np.float32(0):
                 _multiply(floats, sums, v_size, half, rescale)
-        add_values(memory, values, scores, weights, sums, begin, end, v_size)
+        if are_finite:
+            add_values(memory, values, scores, weights, sums, begin, end, v_size)
+        else:
+            add_visible_values(memory, values, scores, weights, sums, bounds, chunk, begin, end, v_size)
 
     return attend_block
 
@@ -190,8 +215,8 @@ def block_by(score: Step, weigh: Step, add_values: Step) -> Any:
 def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: Step) -> Any:
     """Return a kernel over sequences that packs by these steps, and attends with each block by `attend_block`.
 
-    pack_keys: also takes the caches' formats and the addresses of scales, and reads starts of keys, of values and of
-    their scales.
+    pack_keys: returns whether all values are finite. It takes the caches' formats and the addresses of scales, and
+        reads starts of keys, of values and of their scales.
     """
 
     @nb.inlined
@@ -237,13 +262,15 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
                 longs[slots + KEYS + i] = block_id * v_block + offset * v_slot + head * v_head
                 longs[slots + 2 * KEYS + i] = block_id * k_scale_block + offset * k_scale_slot + head * k_scale_head
                 longs[slots + 3 * KEYS + i] = block_id * v_scale_block + offset * v_scale_slot + head * v_scale_head
-            pack_keys(k_cache, v_cache, row_scales[:6], memory, slots, keys, values, begin, stop, size, v_size)
+            are_finite = pack_keys(
+                k_cache, v_cache, row_scales[:6], memory, slots, keys, values, begin, stop, size, v_size
+            )
             for block in range(num_blocks):
                 at = bounds + block * 2 * ROWS
                 low = max(begin, (ints[at] - chunk) // STEP * STEP)
                 high = min(stop, nb.rounded_up(ints[at + 2 * ROWS - 1] - chunk, STEP))
                 if low < high:
-                    attend_block(memory, areas, options, block, chunk, low, high, size, v_size, scale)
+                    attend_block(memory, areas, options, block, chunk, low, high, size, v_size, scale, are_finite)
         if lse != 0:
             for r in range(begin_row, end_row):
                 at = state + (r - begin_row) // ROWS * 2 * ROWS + (r - begin_row) % ROWS

@@ -5,9 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from .. import tiles
-from ..kernel import device_function
+from ..kernel import device_function, load
 from ..tiles import TILE_COLUMNS, TILE_ROWS
-from ..vectors import LANES, copy_words, exp2_of, fill, load_vector, multiply_add, store_pairs
+from ..vectors import (
+    LANES,
+    copy_words,
+    exp2_of,
+    fill,
+    load_half_of_pairs,
+    load_vector,
+    multiply_add,
+    store_pairs,
+    sum_of,
+)
 from .many_queries import KEYS, STEP, attention_by, block_by, place
 
 # Float32 words of one element in a half of a block's packed rows, to compute where the second half begins. Packed keys
@@ -25,15 +35,22 @@ def _pack_rows(q, memory, starts, to, size):
 
 @device_function
 def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begin, end, size, v_size):
-    """Pack keys as rows and values as columns."""
+    """Pack keys as rows and values as columns; return whether all values are finite."""
     _, halves, _, longs = memory
+    zeros, ones = fill(np.float32(0)), fill(np.float32(1))
+    zero_sums = zeros  # NaN if a value is infinite or NaN
     for key in range(begin, end):
         for column in range(0, size, TILE_COLUMNS):
             copy_words(k_cache, longs[starts + key] + column, halves, 2 * keys + key * size + column)
+        row_sums = zeros
+        for column in range(0, v_size, LANES):
+            row_sums = multiply_add(load_vector(v_cache, longs[starts + KEYS + key] + column), zeros, row_sums)
+        zero_sums = multiply_add(row_sums, ones, zero_sums)
     for key in range(begin, end, TILE_COLUMNS):
         for column in range(0, v_size, TILE_ROWS):
             to = 2 * values + column * KEYS + key
             tiles.transpose_tile(v_cache, longs, starts + KEYS + key, column, halves, to, KEYS)
+    return sum_of(zero_sums) == np.float32(0)
 
 
 @device_function
@@ -63,6 +80,16 @@ def _weigh(floats, scores, weights, begin, end, half, scale, shift):
 
 
 @device_function
+def _weights_of(memory, _scores, weights, key, half):
+    return load_half_of_pairs(memory[0], weights + (half * KEYS + key // 2 * 2) * _HALF, key % 2 == 1)
+
+
+@device_function
+def _value_of(memory, values, key, column, _v_size):
+    return load(memory[1], 2 * values + column * KEYS + key)
+
+
+@device_function
 def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
     floats, halves, _, _ = memory
     for column in range(0, v_size, 2 * TILE_ROWS):
@@ -85,4 +112,5 @@ def _store(memory, sums, out, starts, v_size):
             tiles.store_rows(floats, first, second, out, longs, starts + half * LANES, column)
 
 
-attend = attention_by(_pack_rows, _pack_keys, block_by(_score, _weigh, _add_values), _store)
+attend_block = block_by(_score, _weigh, _add_values, _weights_of, _value_of)
+attend = attention_by(_pack_rows, _pack_keys, attend_block, _store)

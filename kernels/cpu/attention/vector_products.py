@@ -19,6 +19,7 @@ from ..vectors import (
     load_vector,
     multiply_add,
     store_vector,
+    sum_of,
 )
 from .many_queries import KEYS, attention_by, block_by, place
 
@@ -53,12 +54,26 @@ def widen(cache, start, floats, to, size):
 
 
 @device_function
+def _are_finite(floats, values, stride, begin, end):
+    """Return whether packed values are finite: their products with 0 are then 0, else NaN."""
+    zeros, ones = fill(np.float32(0)), fill(np.float32(1))
+    total = zeros
+    for key in range(begin, end):
+        row_sums = zeros
+        for column in range(0, stride, LANES):
+            row_sums = multiply_add(load_vector(floats, values + key * stride + column), zeros, row_sums)
+        total = multiply_add(row_sums, ones, total)
+    return sum_of(total) == np.float32(0)
+
+
+@device_function
 def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begin, end, size, v_size):
     floats, _, _, longs = memory
     stride = rounded_up(v_size, LANES)
     for key in range(begin, end):
         widen(k_cache, longs[starts + key], floats, keys + key * size, size)
         widen(v_cache, longs[starts + KEYS + key], floats, values + key * stride, v_size)
+    return _are_finite(floats, values, stride, begin, end)
 
 
 @device_function
@@ -92,6 +107,7 @@ def _pack_codes(k_cache, v_cache, row_scales, memory, starts, keys, values, begi
         _widen_codes(k_number, k_cache, start, k_scales, scale_start, k_table, wide, keys + key * size, size)
         start, scale_start = longs[starts + KEYS + key], longs[starts + 3 * KEYS + key]
         _widen_codes(v_number, v_cache, start, v_scales, scale_start, v_table, wide, values + key * v_size, v_size)
+    return _are_finite(wide, values, v_size, begin, end)
 
 
 @device_function
@@ -114,6 +130,16 @@ def _weigh(floats, scores, weights, begin, end, half, scale, shift):
 
 
 @device_function
+def _weights_of(memory, scores, _weights, key, half):
+    return load_vector(memory[0], scores + place(key, half))
+
+
+@device_function
+def _value_of(memory, values, key, column, v_size):
+    return memory[0][values + key * rounded_up(v_size, LANES) + column]
+
+
+@device_function
 def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
     floats = memory[0]
     stride = rounded_up(v_size, LANES)
@@ -132,6 +158,6 @@ def store(memory, sums, out, starts, v_size):
             store_part_of_rows(floats, tile, out, longs, starts + half * LANES, column, v_size - column)
 
 
-attend_block = block_by(_score, _weigh, _add_values)
+attend_block = block_by(_score, _weigh, _add_values, _weights_of, _value_of)
 attend = attention_by(pack_rows, _pack_keys, attend_block, store)
 attend_codes = attention_by(pack_rows, _pack_codes, attend_block, store)

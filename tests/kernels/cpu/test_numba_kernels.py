@@ -193,8 +193,7 @@ class TestPrompts:
             cu_seqlens_q=torch.tensor([0, num_queries], dtype=torch.int32),
         )  # fmt: skip
         numbers = codes.flatten().float()
-        is_infinite = numbers.isinf()  # 0 * inf, of a key that pads a step, is NaN
-        assert_within(out[-1, 0, ~is_infinite], numbers[~is_infinite], 1e-6 * numbers[~is_infinite].abs())
+        assert_within(out[-1, 0], numbers, 1e-6 * numbers.abs().nan_to_num(posinf=0.0))
 
     @pytest.mark.parametrize("window", [(-1, -1), (20, -1)])
     @TYPES
@@ -212,6 +211,37 @@ class TestPrompts:
         tensors.block_table[0, :9] = 2**30
         out = paged.paged_attention(**vars(tensors), max_seqlen_q=90, window_size=(20, -1))
         assert out.isfinite().all()
+
+    @pytest.mark.parametrize(
+        "cache_dtype", [None, pytest.param(torch.float8_e5m2, marks=pytest.mark.thorough)], ids=str
+    )
+    @pytest.mark.parametrize("num_queries", [5, 40])
+    @TYPES
+    def test_keys_of_other_queries_do_not_matter(
+        self, dtype: torch.dtype, num_queries: int, cache_dtype: torch.dtype | None
+    ) -> None:
+        """The first two of some queries see a key, the last one sees another, and both are no numbers."""
+        problem = Problem("", ((num_queries, 90), (3, 9)), dtype=dtype, cache_dtype=cache_dtype)
+        arguments = {**vars(make(problem, CPU)), "max_seqlen_q": num_queries, "window_size": (20, -1)}
+        want = paged.paged_attention(**arguments).double()
+        is_touched = torch.zeros(len(want), dtype=torch.bool)
+        is_touched[[0, 1, num_queries - 1]] = True
+        keys, values = arguments["k_cache"], arguments["v_cache"]
+        positions = torch.tensor([90 - num_queries - 19, 89])
+        places = arguments["block_table"][0, positions // 16].tolist(), (positions % 16).tolist()
+        for block, offset in zip(*places, strict=True):
+            values[block, offset, :, 0] = torch.inf
+            values[block, offset, :, 1] = torch.nan
+        out = paged.paged_attention(**arguments)
+        assert_close(out[~is_touched], want[~is_touched])
+        assert (out[is_touched, :, 0] == torch.inf).all()
+        assert out[is_touched, :, 1].isnan().all()
+        assert_close(out[is_touched, :, 2:], want[is_touched, :, 2:])
+        for block, offset in zip(*places, strict=True):
+            keys[block, offset] = torch.nan
+        out = paged.paged_attention(**arguments)
+        assert_close(out[~is_touched], want[~is_touched])
+        assert out[is_touched].isnan().all()
 
 
 @pytest.fixture(params=[False, True])
