@@ -199,15 +199,17 @@ def choose_keys(
     num_columns = _num_columns(key_cache, block_table, candidates, candidate_size)
     shape = len(q), min(top_k, num_columns)
     by_triton = use_triton(q)
-    if not by_triton and (candidates is not None or not takes_numba(q, weights=(weights,))):
+    if not by_triton and not takes_numba(q, weights=(weights,)):
         return _run_definition
     if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
-    spans = token_spans(len(q), num_columns, _MAX_SCORES)
     if not by_triton:
         from ..cpu.attention.choose_blocks import bind_keys
 
-        return bind_keys(q, key_cache, weights, block_table, pool_size, shape[1], spans)
+        # Scores of candidates lie at the places of their keys.
+        spans = token_spans(len(q), _num_columns(key_cache, block_table, None, 1), _MAX_SCORES)
+        return bind_keys(q, key_cache, weights, block_table, pool_size, shape[1], spans, candidates, candidate_size)
+    spans = token_spans(len(q), num_columns, _MAX_SCORES)
     block_n, _ = index_tile(q.element_size())
     launches = SpanLaunches(
         _index_scores_kernel,

@@ -188,7 +188,7 @@ def write_pooled_entries(
             **sizes,
         }
         launch = Launch(_pooled_entries_kernel, (len(row_slots),), options)
-    elif takes_numba(row_cache, weights=(position_bias, norm_weight)):
+    elif takes_numba(row_cache):  # weights of any dtype are widened
         from ..cpu.cache import write_pooled_entries as numba_write
 
         form = numba_write.form_of(entry_cache, finish["KIND"], head_dim)

@@ -12,7 +12,6 @@ from torch.nn import functional
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.choose_keys import choose_keys
 from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
-from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
@@ -200,8 +199,7 @@ class CompressedAttention(nn.Module):
         if sizes.pool_size:
             self._add_pools(config)
         self.rms_norm, self.rotate = Bound(rms_norm), Bound(rotary_embedding, by=1)
-        self.write_records = Bound(write_pooled_entries)
-        self.write, self.attend = Bound(concat_and_cache_mla), Bound(paged_compressed_attention, step="plan")
+        self.write, self.attend = Bound(write_pooled_entries), Bound(paged_compressed_attention, step="plan")
 
     def _add_pools(self, config: DecoderConfig) -> None:
         """Add what writes and chooses entries."""
@@ -291,14 +289,8 @@ class CompressedAttention(nn.Module):
         q = self.q_b_proj(q_latent).unflatten(-1, (layer.num_heads, layer.head_dim))
         if sizes.norms_queries:
             q = self.rms_norm(q, self.ones, self.norms.eps)  # [T, H, D]
-        rotated_q = q[..., plain_size:]
-        if self.kv_cache.dtype == torch.uint8:
-            self.rotate(positions, rotated_q, None, self.cos_sin_cache, interleaved=True)
-            self._write_records(row, positions, slot_mapping)
-        else:
-            row, _ = self.kv_norm(row)  # [T, D]
-            self.rotate(positions, rotated_q, row[:, None, plain_size:], self.cos_sin_cache, interleaved=True)
-            self.write(row[:, :plain_size], row[:, plain_size:], self.kv_cache, slot_mapping)
+        self.rotate(positions, q[..., plain_size:], None, self.cos_sin_cache, interleaved=True)
+        self._write_rows(row, positions, slot_mapping)
 
         # Write entries, choose some, and attend.
         entries, entry_table = self._write_entries(hidden, positions, metadata)
@@ -404,9 +396,9 @@ class CompressedAttention(nn.Module):
             plan=queries.plan,
         )
 
-    def _write_records(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Normalise, rotate and write rows [T, D] in 8 bits: each is the entry of a pool of one position."""
-        self.write_records(
+    def _write_rows(self, rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Normalise, rotate and write rows [T, D]: each is the entry of a pool of one position."""
+        self.write(
             rows[:, None],
             self.kv_cache,
             torch.arange(len(rows), device=rows.device),

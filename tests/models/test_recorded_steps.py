@@ -73,7 +73,7 @@ def test_products_of_packed_weights_are_recorded(name: str, form: str, tmp_path:
     [
         *("cohere2", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "gpt_oss", "hunyuan_v1_dense", "llama4"),
         *("mimo_v2_flash", "minimax_m3", "ministral3", "nemotron_h", "qwen3_moe", "qwen3_next"),
-        pytest.param("qwen4_exp", marks=pytest.mark.thorough),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v4", "qwen4_exp")),
     ],
 )
 def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, backend: str) -> None:

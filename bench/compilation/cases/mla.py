@@ -86,6 +86,7 @@ def pool_cases() -> list[CompileCase]:
         _pool_case("bf16", 24, 128, EVERY_CASE),
         _pool_case("bf16", 4, 256, EVERY_CASE, has_gates=False, **rotated),
         _pool_case("fp32", 128, 512, EVERY_CASE, entry="bf16", **last),
+        _pool_case("bf16", 1, 512, EVERY_CASE, has_gates=False, **last),  # rows of DeepSeek-V4's windows
     ]
     for targets in (native, others):
         cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))

@@ -52,7 +52,7 @@ def _widen_keys(codes, scales, ids, keys, scratch, at_scales, sizes, strides, se
 def _score_blocks(q, key_cache, ids, memory, sizes, strides, at):
     """Score the blocks of all queries of a span; threads get equal shares of groups of queries and their blocks."""
     _, cu_seqlens_q, seq_lens = ids
-    num_seqs, first_token, end_token, num_heads, _, _, _, block_keys, pool_size, _, _ = sizes
+    num_seqs, first_token, end_token, num_heads, _, head_dim, _, block_keys, pool_size, _, _ = sizes
     at_once = max(_ROWS // num_heads, 1)
     # The first pass counts blocks, the second one scores this thread's share of them.
     total = first = end = np.int64(0)
@@ -69,10 +69,10 @@ def _score_blocks(q, key_cache, ids, memory, sizes, strides, at):
                 num_blocks = (num_keys + block_keys - 1) // block_keys
                 begin, stop = max(first - before, 0), min(end - before, num_blocks)
                 if is_scoring and begin < stop:
-                    num_keys = min(num_keys, stop * block_keys)
+                    first_key, end_key = begin * block_keys, min(num_keys, stop * block_keys)
+                    _copy_queries(q, memory[0], token, num_tokens * num_heads, num_heads, head_dim, strides)
                     _score_keys(
-                        q, key_cache, ids, memory, sizes, strides, at, seq, token, num_tokens, begin * block_keys,
-                        num_keys,
+                        key_cache, ids, memory, sizes, strides, at, seq, token, num_tokens, first_key, end_key
                     )  # fmt: skip
                 before += num_blocks
                 token += num_tokens
@@ -80,19 +80,46 @@ def _score_blocks(q, key_cache, ids, memory, sizes, strides, at):
 
 
 @nb.device_function
-def _score_keys(
-    q, key_cache, ids, memory, sizes, strides, at, seq, token, num_tokens, first_key, end_key
-):  # fmt: skip
-    """Score keys of whole blocks for consecutive queries of a sequence."""
+def _score_candidates(q, key_cache, ids, memory, sizes, strides, at, candidates):
+    """Score the keys of each query's candidates; threads get equal shares of all candidates."""
+    _, cu_seqlens_q, seq_lens = ids
+    blocks, num_candidates, candidate_size, stride = candidates
+    num_seqs, first_token, end_token, num_heads, _, head_dim, _, _, pool_size, _, _ = sizes
+    first, end = nb.share((end_token - first_token) * num_candidates)
+    seq, copied = np.int64(0), np.int64(-1)
+    for item in range(first, end):
+        token = first_token + item // num_candidates
+        while seq < num_seqs and token >= cu_seqlens_q[seq + 1]:
+            seq += 1
+        if seq == num_seqs:  # rows of no sequence
+            break
+        candidate = np.int64(blocks[token * stride + item % num_candidates])
+        first_key = candidate * candidate_size
+        end_key = min(first_key + candidate_size, _end_of(token, seq, cu_seqlens_q, seq_lens) // pool_size)
+        if candidate < 0 or first_key >= end_key:
+            continue
+        if token != copied:
+            _copy_queries(q, memory[0], token, num_heads, num_heads, head_dim, strides)
+            copied = token
+        _score_keys(key_cache, ids, memory, sizes, strides, at, seq, token, 1, first_key, end_key)
+
+
+@nb.device_function
+def _copy_queries(q, queries, token, rows, num_heads, size, strides):
+    """Copy rows, the heads of consecutive queries, to `queries`."""
+    for row in range(rows):
+        start = (token + row // num_heads) * strides[0] + row % num_heads * strides[1]
+        for i in range(0, size, LANES):
+            store_part(queries, row * size + i, load_part(q, start + i, size - i), size - i)
+
+
+@nb.device_function
+def _score_keys(key_cache, ids, memory, sizes, strides, at, seq, token, num_tokens, first_key, end_key):
+    """Score keys of whole blocks for consecutive queries of a sequence, which are copied."""
     block_table, cu_seqlens_q, seq_lens = ids
     queries, scratch, weights, has_weights, block_scores, is_packed, codes, scales = memory
     _, first_token, _, num_heads, num_lists, size, block_size, block_keys, pool_size, is_mean, most_blocks = sizes
-    q_token, q_head, weights_token, key_block, key_slot, table_stride = strides
-    rows = num_tokens * num_heads
-    for row in range(rows):
-        start = (token + row // num_heads) * q_token + row % num_heads * q_head
-        for i in range(0, size, LANES):
-            store_part(queries, row * size + i, load_part(q, start + i, size - i), size - i)
+    _, _, weights_token, key_block, key_slot, table_stride = strides
     scores = at + max(_ROWS, num_heads) * size  # scores begin after the queries
     key_scales = scores + num_heads * _KEYS
     for tile in range(first_key, end_key, _KEYS):
@@ -224,7 +251,17 @@ def _keep_best(heap, count, most, rank):
 
 
 @nb.device_function
-def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes):
+def _block_of(index, token, candidates):
+    """Return the block that is `index` of those that a token chooses from; without candidates, it is the index."""
+    blocks, num_candidates, candidate_size, stride = candidates
+    if num_candidates == 0:
+        return index
+    candidate = np.int64(blocks[token * stride + index // candidate_size])
+    return candidate * candidate_size + index % candidate_size
+
+
+@nb.device_function
+def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes, candidates):
     """Write the ids of the best blocks of this thread's share of tokens and lists, ascending."""
     (
         num_seqs,
@@ -253,14 +290,23 @@ def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes):
         is_open = local_blocks == 0 and position_end % pool_size > 0
         most = min(top_k + is_open, num_columns)
         start, count = item * most_blocks, 0
-        for block in range(own + 1):
+        num_blocks = own + 1
+        if candidates[1] > 0:
+            num_blocks = candidates[1] * candidates[2]
+        for index in range(num_blocks):
+            block = _block_of(index, token, candidates)
+            if block < 0 or block > own:
+                continue
             rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
             if rank != _NO_RANK:
                 count = _keep_best(heap, count, most, rank)
         column = num_columns - count
         for index in range(column):
             chosen[to + index] = -1
-        for block in range(own + 1):
+        for index in range(num_blocks):
+            block = _block_of(index, token, candidates)
+            if block < 0 or block > own:
+                continue
             rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
             if rank != _NO_RANK and rank >= heap[0] and column < num_columns:
                 chosen[to + column] = block
@@ -269,10 +315,11 @@ def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes):
 
 @nb.Kernel
 def _block_scores(arguments):
-    values = nb.unpack(arguments, 30)
+    values = nb.unpack(arguments, 34)
     is_bf16, q, key_cache, weights, block_table, cu_seqlens_q, seq_lens, block_scores, scratch = values[1:10]
     at, at_keys, is_packed = nb.thread_index() * values[10], values[11], values[12]
-    sizes, strides = values[13:24], values[24:]
+    sizes, strides, num_candidates = values[13:24], values[24:30], values[31]
+    candidates = nb.int32s(values[30]), *values[31:]
     ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
     codes = nb.uint8s(key_cache), nb.floats(key_cache + sizes[5])
     copied, results = scratch + at * 4, (nb.floats(weights), weights != 0, nb.floats(block_scores), is_packed, *codes)
@@ -281,19 +328,26 @@ def _block_scores(arguments):
         key_cache = copied + at_keys * 4
     if is_bf16:
         memory = (_copied_bfloats(copied), floats, *results)
-        _score_blocks(nb.bfloats(q), nb.bfloats(key_cache), ids, memory, sizes, strides, at)
+        if num_candidates > 0:
+            _score_candidates(nb.bfloats(q), nb.bfloats(key_cache), ids, memory, sizes, strides, at, candidates)
+        else:
+            _score_blocks(nb.bfloats(q), nb.bfloats(key_cache), ids, memory, sizes, strides, at)
     else:
         wide = (nb.floats(copied), floats, *results)
-        _score_blocks(nb.floats(q), nb.floats(key_cache), ids, wide, sizes, strides, at)
+        if num_candidates > 0:
+            _score_candidates(nb.floats(q), nb.floats(key_cache), ids, wide, sizes, strides, at, candidates)
+        else:
+            _score_blocks(nb.floats(q), nb.floats(key_cache), ids, wide, sizes, strides, at)
 
 
 @nb.Kernel
 def _best_blocks(arguments):
-    values = nb.unpack(arguments, 18)
+    values = nb.unpack(arguments, 22)
     block_scores, chosen, cu_seqlens_q, seq_lens, scratch, scratch_size = values[1:7]
     heap = nb.int64s(scratch + nb.thread_index() * scratch_size * 4)
     lengths = nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-    _choose(nb.floats(block_scores), nb.int32s(chosen), *lengths, heap, values[7:])
+    candidates = nb.int32s(values[18]), *values[19:]
+    _choose(nb.floats(block_scores), nb.int32s(chosen), *lengths, heap, values[7:18], candidates)
 
 
 def _launch_for(
@@ -304,12 +358,19 @@ def _launch_for(
     rules: BlockRules,
     span: tuple[int, int],
     most_blocks: int,
+    candidates: torch.Tensor | None,
+    candidate_size: int,
 ) -> NumbaLaunch:
     (_, num_heads, size), block_size = q.shape, key_cache.shape[1]
     num_lists, weights_token = num_heads, 0
     if weights is not None:
         num_lists, weights_token = 1, weights.stride(0)
     first_token, end_token = span
+    num_candidates, num_scores, candidates_token = 0, most_blocks * rules.block_keys, 0
+    if candidates is not None:
+        num_candidates, candidates_token = candidates.shape[1], candidates.stride(0)
+        num_scores = num_candidates * candidate_size
+    choice = "candidates", num_candidates, candidate_size, candidates_token
     # Queries, the scores of a tile, then its scales and widened keys; in whole cache lines of 64 bytes, so that threads
     # share none.
     is_packed = key_cache.dtype == torch.uint8
@@ -317,7 +378,7 @@ def _launch_for(
     scratch_size = -(-(at_keys + is_packed * _KEYS * size) // 16) * 16
     score = NumbaLaunch(
         _block_scores.address,
-        (end_token - first_token) * most_blocks * rules.block_keys * num_heads * size,
+        (end_token - first_token) * num_scores * num_heads * size,
         (
             q.dtype == torch.bfloat16,
             *("q", "key_cache", "weights", "block_table", "cu_seqlens_q", "seq_lens", "block_scores", SCRATCH),
@@ -339,13 +400,14 @@ def _launch_for(
             weights_token,
             *key_cache.stride()[:2],
             block_table.stride(0),
+            *choice,
         ),
         scratch_size=scratch_size,
     )
     heap_size = -(-2 * rules.num_columns // 16) * 16  # in float32; a rank has 8 bytes
     return NumbaLaunch(
         _best_blocks.address,
-        (end_token - first_token) * num_lists * most_blocks,
+        (end_token - first_token) * num_lists * num_scores // rules.block_keys,
         (
             *("block_scores", "chosen", "cu_seqlens_q", "seq_lens", SCRATCH),
             heap_size,
@@ -360,6 +422,7 @@ def _launch_for(
             rules.top_k,
             rules.num_columns,
             rules.local_blocks,
+            *choice,
         ),
         scratch_size=heap_size,
         before=score,
@@ -374,15 +437,21 @@ def bind(
     rules: BlockRules,
     spans: list[tuple[int, int]],
     most_blocks: int,
+    candidates: torch.Tensor | None = None,
+    candidate_size: int = 1,
 ) -> Run[torch.Tensor]:
     """Return a function that chooses blocks for calls like this one, whose lengths and block ids are checked.
 
-    Keys are read once for up to `_ROWS` heads of queries. spans: tokens whose scores are in memory at once.
+    Keys are read once for up to `_ROWS` heads of queries, and the keys of candidates once for each query. spans: tokens
+    whose scores are in memory at once. candidates: as in `choose_keys`, for blocks of one key.
     """
     num_tokens, num_lists, _ = q.shape
     if weights is not None:
         num_lists = 1
-    launches = [_launch_for(q, key_cache, weights, block_table, rules, span, most_blocks) for span in spans]
+    launches = [
+        _launch_for(q, key_cache, weights, block_table, rules, span, most_blocks, candidates, candidate_size)
+        for span in spans
+    ]
     most_tokens = max(end - first for first, end in spans)
 
     def run(
@@ -393,6 +462,7 @@ def bind(
         cu_seqlens_q: torch.Tensor,
         seq_lens: torch.Tensor,
         weights: torch.Tensor | None = None,
+        candidates: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
         chosen = torch.empty(num_tokens, num_lists, rules.num_columns, dtype=torch.int32)
@@ -403,6 +473,7 @@ def bind(
             "block_table": block_table,
             "cu_seqlens_q": cu_seqlens_q.contiguous(),
             "seq_lens": seq_lens.contiguous(),
+            "candidates": candidates,
             "block_scores": torch.empty(most_tokens, num_lists, most_blocks),
             "chosen": chosen,
         }
@@ -421,11 +492,14 @@ def bind_keys(
     pool_size: int,
     num_columns: int,
     spans: list[tuple[int, int]],
+    candidates: torch.Tensor | None,
+    candidate_size: int,
 ) -> Run[torch.Tensor]:
     """Return a function that chooses the `num_columns` best keys for calls like this one, as `bind` does for blocks."""
     # With -1 local blocks, no key is forced, not even that of an open pool.
     rules = BlockRules(num_columns, num_columns, 1, pool_size, False, -1)
-    choose = bind(q, key_cache, weights, block_table, rules, spans, block_table.shape[1] * key_cache.shape[1])
+    num_keys = block_table.shape[1] * key_cache.shape[1]
+    choose = bind(q, key_cache, weights, block_table, rules, spans, num_keys, candidates, candidate_size)
 
     def run(q: torch.Tensor, weights: torch.Tensor, key_cache: torch.Tensor, **lengths: Any) -> torch.Tensor:
         return choose(q, key_cache, weights=weights, **lengths)[:, 0]

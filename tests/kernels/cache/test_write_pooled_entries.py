@@ -95,7 +95,10 @@ def test_the_definition_is_the_rule(form: str) -> None:
 def test_every_implementation_agrees(
     dtype: torch.dtype, options: dict[str, Any], backend: str, device: torch.device
 ) -> None:
-    for result in CARD.check(drawn(device, dtype, **options)).values():
+    arguments = drawn(device, dtype, **options)
+    if "norm_weight" in arguments:  # rows of bfloat16 models may be float32
+        arguments["norm_weight"] = arguments["norm_weight"].bfloat16()
+    for result in CARD.check(arguments).values():
         assert result.first_wrong() is None
 
 
