@@ -47,12 +47,14 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     entries, and rows of open pools, are further layers as in `compressed_groups`.
 
     fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys. With compressed entries,
-    block_size is one of them.
+    block_size is one of them, and a dtype of 4 bits decides their form alone: the cache's dtype is one of bytes.
     """
     if config.attention[0].compressed is not None:
         dtype = fields.get("dtype") or torch.get_default_dtype()
         keeps_ids = any(isinstance(ngrams, EngramConfig) for ngrams in config.ngrams)
         fields["groups"] = compressed_groups(config.attention, dtype, fields["block_size"], keeps_ids=keeps_ids)
+        if dtype == torch.float4_e2m1fn_x2:
+            fields["dtype"] = torch.float8_e4m3fn  # records hold their scales: to the cache they are bytes
         num_layers = num_cache_layers(config.attention)
         return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
@@ -145,8 +147,9 @@ def check_cache_dtypes(
     note = ""
     if any(layer.compressed is not None for layer in config.attention):
         allowed = [dtype]
-        if all(has_records(layer) for layer in config.attention):
-            allowed.append(torch.float8_e4m3fn)
+        for record_dtype in (torch.float8_e4m3fn, torch.float4_e2m1fn_x2):
+            if all(has_records(layer, record_dtype) for layer in config.attention):
+                allowed.append(record_dtype)
         note = " for compressed entries"
     elif any(layer.latent is not None for layer in config.attention):
         allowed[1:] = [torch.float8_e4m3fn]
@@ -238,7 +241,8 @@ def sized_cache_config(
     num_tables = len(cache.tables)
     num_blocks = (load_options.num_blocks or 0) * num_tables
     if not num_blocks:
-        num_blocks = ranks.least(blocks_that_fit(cache, cache_dtypes[0], device, max_seq_len, state_bytes))
+        assert cache.dtype is not None
+        num_blocks = ranks.least(blocks_that_fit(cache, cache.dtype, device, max_seq_len, state_bytes))
     return replace(cache, num_blocks=num_blocks, num_swap_blocks=load_options.num_swap_blocks * num_tables)
 
 

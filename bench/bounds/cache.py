@@ -11,7 +11,7 @@ from paged.kernels.cache import definition
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
 
-def _stored(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -> torch.Tensor:
+def stored_error(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -> torch.Tensor:
     """Return the error of rows in a cache of `dtype`. before: the error of the rows before they are rounded."""
     kind = kv_kind(dtype)
     if kind.group_size:
@@ -51,7 +51,7 @@ def _in_slots(error: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
 def cache_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     errors = {}
     for name in ("k_cache", "v_cache"):
-        error = _stored(want[name], arguments[name].dtype, torch.zeros_like(want[name]))
+        error = stored_error(want[name], arguments[name].dtype, torch.zeros_like(want[name]))
         errors[name] = _in_slots(error, arguments["slot_mapping"])
     return errors
 
@@ -62,7 +62,7 @@ def qk_norm_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors
     for name in ("q", "k"):
         sizes[name] = arguments["q"].shape[-1] if arguments.get(f"{name}_weight") is not None else 0
     before = _rotated(want["k_cache"], arguments, sizes["k"])
-    error = _stored(want["k_cache"], arguments["k_cache"].dtype, before)
+    error = stored_error(want["k_cache"], arguments["k_cache"].dtype, before)
     errors["k_cache"] = _in_slots(error, arguments["slot_mapping"])
     errors["q"] = rounding(want["q"], arguments["q"].dtype) + _rotated(want["q"], arguments, sizes["q"])
     return errors
@@ -98,7 +98,7 @@ def latent_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
         if is_normed:
             before[..., :size] = relative * rows[..., :size].abs()
             before[..., size:] = rotation(rows[..., size:], arguments)
-        errors["kv_cache"] = _stored(rows, dtype, before)
+        errors["kv_cache"] = stored_error(rows, dtype, before)
     else:
         # A code is relative to the largest latent, so it has the errors of both.
         errors["codes"] = _distance_to_code(want["codes"], torch.float8_e4m3fn) + 2 * relative * want["codes"].abs()

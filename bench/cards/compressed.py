@@ -17,7 +17,7 @@ from paged.bench.mla.compressed_problem import PROBLEMS, Problem, call_of
 from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.attention import compressed_definition
 from paged.kernels.attention.plan import AttentionPlan
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES
 
 # DeepSeek-V4-Flash: a window of 128, all entries of 128 positions, or 512 chosen ones of 4.
 _SIZES = {"heads": same(64), "dim": same(512), "rotary": same(64), "window": same(128)}
@@ -107,6 +107,7 @@ CARDS = (
             Row({**_ALL, "lengths": _DECODES, "record_bytes": same(RECORD_BYTES)}, "decode records"),
             Row({**_CHOSEN, "lengths": _DECODES, "record_bytes": same(RECORD_BYTES)}, "chosen records"),
             Row({**_CHOSEN, "pool": same(1), "lengths": _DECODES, "record_bytes": same(MXFP8_BYTES)}, "V4.1 records"),
+            Row({**_CHOSEN, "lengths": _DECODES, "record_bytes": same(NVFP4_BYTES)}, "NVFP4 records"),
         ),
         edges=tuple(Edge(case.name, partial(_option, case), case.name == "chosen entries") for case in PROBLEMS),
         odd={

@@ -14,7 +14,7 @@ from paged.bench.compilation.cases import mla as compiled_latents
 from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors, marked, num_bytes
 from paged.kernels.cache import pooled_definition
-from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, MXFP8_BYTES, RECORD_BYTES, RECORD_DIM
+from paged.kernels.cache.latent_cache import INDEX_SCALE_BYTES, MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES, RECORD_DIM
 
 # Pools of GLM-5.3's indexer (Z.ai, 2026).
 _POOLED = {"tokens": (8192, 512, 100), "dim": (128, 128, 32), "pool": same(16), "is_packed": (True, True, False)}
@@ -101,6 +101,7 @@ def _options(draw: Draw) -> Iterator[Arguments]:
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=4, overlaps=True)
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=1, has_gates=False)
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=2, record_bytes=MXFP8_BYTES)
+    yield _pooled(draw, **{**compressed, "tokens": 40}, pool=3, record_bytes=NVFP4_BYTES)
     yield _pooled(draw, **{**compressed, "tokens": 40}, pool=24, in_rings=True)
 
 
@@ -148,6 +149,7 @@ CARDS = (
             Row({**_COMPRESSED, "pool": same(4), "overlaps": same(True)}, "overlapping"),
             Row({**_COMPRESSED, "pool": (128, 128, 32)}, "heavy"),
             Row({**_COMPRESSED, "pool": same(1), "has_gates": same(False), "record_bytes": same(MXFP8_BYTES)}, "V4.1"),
+            Row({**_COMPRESSED, "pool": same(4), "overlaps": same(True), "record_bytes": same(NVFP4_BYTES)}, "NVFP4"),
         ),
         edges=(Edge("options", _options),),
         odd={

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paged.bench.attention import problem as attention_problem
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES, RECORD_FORMS, encode_records
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES, RECORD_FORMS, encode_records
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ PROBLEMS = (
     ),
     Problem("records", ((1, 150), (5, 40)), 3, 512, 64, chosen=9, record_bytes=RECORD_BYTES),
     Problem("records of V4.1", ((1, 90), (5, 40)), 3, 512, 64, pool_size=1, chosen=9, record_bytes=MXFP8_BYTES),
+    Problem("records in NVFP4", ((1, 90), (5, 40)), 3, 512, 64, chosen=9, record_bytes=NVFP4_BYTES),
 )
 
 

@@ -53,7 +53,7 @@ def _compressed_attention_kernel(
     q_ptr,  # [num_tokens, GROUP, V_HEAD_DIM]
     latent_ptr,  # [num_blocks, KV_BLOCK_SIZE, V_HEAD_DIM]; codes of records
     rope_ptr,  # bfloat16 [num_blocks, KV_BLOCK_SIZE, 64] of records, or None
-    scales_ptr,  # exponents [num_blocks, KV_BLOCK_SIZE, 7 or 16] of records, or None
+    scales_ptr,  # scales [num_blocks, KV_BLOCK_SIZE, groups] of records, or None
     entry_ptr,  # [num_entry_blocks, ENTRY_BLOCK_SIZE, V_HEAD_DIM], or None; then as above
     entry_rope_ptr,
     entry_scales_ptr,
@@ -104,7 +104,7 @@ def _compressed_attention_kernel(
     POOL_SIZE: tl.constexpr,  # positions of an entry
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    KIND: tl.constexpr,  # "" for numbers of the dtype of q, "record" or "mxfp8"
+    KIND: tl.constexpr,  # "" for numbers of the dtype of q, or the kind of a `RecordForm`
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):

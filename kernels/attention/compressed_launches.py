@@ -56,10 +56,10 @@ def bind(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any]:
             "q_ptr": q,
             "latent_ptr": rows.codes,
             "rope_ptr": rows.rope,
-            "scales_ptr": rows.exponents,
+            "scales_ptr": rows.scales,
             "entry_ptr": entries.codes,
             "entry_rope_ptr": entries.rope,
-            "entry_scales_ptr": entries.exponents,
+            "entry_scales_ptr": entries.scales,
             "out_ptr": out,
             "lse_ptr": lse,
             "block_table_ptr": block_table,
@@ -104,8 +104,8 @@ def _launches(call: CompressedCall, plan: AttentionPlan) -> list[Launch]:
         "token_keys_ptr": token_keys,
         "num_indices": num_indices,
         "sliding_window": call.sliding_window,
-        **strides("block slot", latent=rows.codes, rope=rows.rope, scales=rows.exponents),
-        **strides("block slot", entry=parts.codes, entry_rope=parts.rope, entry_scales=parts.exponents),
+        **strides("block slot", latent=rows.codes, rope=rows.rope, scales=rows.scales),
+        **strides("block slot", entry=parts.codes, entry_rope=parts.rope, entry_scales=parts.scales),
         **strides("seq", entry_table=call.entry_table),
         **strides("token", indices=call.indices),
         **strides("position", cos_sin=call.cos_sin_cache),
@@ -119,11 +119,11 @@ def _launches(call: CompressedCall, plan: AttentionPlan) -> list[Launch]:
 
 
 class _Parts(NamedTuple):
-    """Views of a cache as the kernel takes them: its numbers, or codes, bfloat16 numbers and exponents of records."""
+    """Views of a cache as the kernel takes them: its numbers, or codes, bfloat16 numbers and scales of records."""
 
     codes: torch.Tensor | None
     rope: torch.Tensor | None
-    exponents: torch.Tensor | None
+    scales: torch.Tensor | None
 
 
 def _parts(cache: torch.Tensor | None) -> _Parts:

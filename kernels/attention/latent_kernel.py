@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..core.compat import dot, tl, triton
-from ..core.dtypes import decode_e4m3
+from ..core.dtypes import decode_e4m3, decode_nvfp4
 from ..core.launch import wait_for_inputs
 from .keys import Slots, Window, key_slots, load_block_ids, row_offsets, visible_range
 from .merge_splits import LOG2E, Output, _clear_padding, _locate_rows, _store_rows, finite, normalise
@@ -20,6 +20,7 @@ from .plan_kernel import ITEM_SIZE
 _GROUP = tl.constexpr(128)  # latents that share a scale in the published fp8 form
 _RECORD_GROUP = tl.constexpr(64)  # codes that share a power of two in a record, and bfloat16 numbers behind them
 _MXFP8_GROUP = tl.constexpr(32)  # codes that share a power of two in a record of codes alone
+_NVFP4_GROUP = tl.constexpr(16)  # codes that share an e4m3 scale in a record of two codes a byte
 
 
 class Latents(NamedTuple):
@@ -112,6 +113,32 @@ def _load_mxfp8(
 
 
 @triton.jit
+def _load_nvfp4_records(
+    latents,
+    block,  # [BLOCK_N], blocks of the cache; a scalar if one holds all keys
+    slots,  # Slots
+    key_mask,
+    dtype: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
+    """Load records in NVFP4 as numbers [BLOCK_N, DIM]: two codes a byte, an e4m3 scale for each 16, then bfloat16."""
+    CODES: tl.constexpr = DIM - _RECORD_GROUP
+    offs, offs_b, offs_g = tl.arange(0, DIM), tl.arange(0, DIM // 2), tl.arange(0, DIM // _NVFP4_GROUP)
+    rows = row_offsets(block, slots, latents.stride_block, latents.stride_slot)
+    packed = _load_rows(latents.latent_ptr + rows[:, None] + offs_b[None, :], key_mask, offs_b < CODES // 2, True)
+    rope_rows = row_offsets(block, slots, latents.stride_rope_block, latents.stride_rope_slot)
+    rope_ptrs = latents.rope_ptr + rope_rows[:, None] + (offs - CODES)[None, :]
+    rope = tl.load(rope_ptrs, mask=key_mask[:, None] & (offs >= CODES)[None, :], other=0.0)
+    scale_rows = row_offsets(block, slots, latents.stride_scales_block, latents.stride_scales_slot)
+    scale_ptrs = latents.scales_ptr + scale_rows[:, None] + offs_g[None, :]
+    scales = _load_rows(scale_ptrs, key_mask, None, True)  # with the padding behind the last one
+    numbers = decode_nvfp4(packed, scales, NATIVE_FP8)  # of 6 bits, so exact in 16 bits
+    return tl.where((offs < CODES)[None, :], numbers.to(dtype), rope.to(dtype))
+
+
+@triton.jit
 def _load_block(
     latents,
     block,  # [BLOCK_N], blocks of the cache; a scalar if one holds all keys
@@ -194,6 +221,10 @@ def _attend(
             )
         elif KIND == "mxfp8":
             latent = _load_mxfp8(
+                latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], BLOCK_N, NATIVE_FP8
+            )
+        elif KIND == "nvfp4_record":
+            latent = _load_nvfp4_records(
                 latents, block, slots, key_mask, q_latent.dtype, q_latent.shape[1], BLOCK_N, NATIVE_FP8
             )
         else:

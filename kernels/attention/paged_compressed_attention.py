@@ -69,8 +69,8 @@ def paged_compressed_attention(
     Args:
         q: [num_tokens, num_heads, head_dim], float32, float16 or bfloat16, last dimension contiguous; head_dim is a
             multiple of 16 up to 512. Rows beyond cu_seqlens_q[-1] are padding and give 0 and -inf.
-        kv_cache: [num_blocks, block_size, head_dim], dtype of q; or uint8 [num_blocks, block_size, 584 or 528], records
-            of a head_dim of 512: see `kernels.cache.latent_cache.encode_records`. Last dimension contiguous.
+        kv_cache: [num_blocks, block_size, head_dim], dtype of q; or uint8 [num_blocks, block_size, 584, 528 or 384],
+            records of a head_dim of 512: see `kernels.cache.latent_cache.RecordForm`. Last dimension contiguous.
         entry_cache: [num_entry_blocks, entries of a block, size], of the same dtype and size; entry s pools the
             positions from s * pool_size on. None for a layer with a window alone.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Blocks before the windows of all queries are not read.

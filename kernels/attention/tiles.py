@@ -67,7 +67,8 @@ _32_KEYS = {32: 32, 64: 32, 128: 32, 256: 32, 512: 16, 1024: 16}
 _NVFP4 = ("nvfp4",)
 # Keys or values alone have scales or are 8-bit floats: the shared memory of plain ones, the registers of the others.
 _HALF = ("half",)
-_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4", "nvfp4"), ("packed", "record", "mxfp8")
+_PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4", "nvfp4"), ("packed", "record", "mxfp8", "nvfp4_record")
+_RECORDS = "record", "nvfp4_record"
 # Kinds with scales of rows.
 _INT8 = ("int8", "e4m3_rows", *_INT4, *_HALF)
 _FP8 = ("e4m3", "e5m2")
@@ -303,8 +304,8 @@ LATENTS: dict[str, tuple[Row, ...]] = {
     ),
     "gfx": (
         Row(16, 16, 4, 1, rows=16, kinds=_PACKED),
-        Row(32, 16, 4, 1, rows=32, kinds=("record",)),
-        Row(64, 16, 4, 1, kinds=("record",)),  # 284 registers, all 64 KB of LDS
+        Row(32, 16, 4, 1, rows=32, kinds=_RECORDS),
+        Row(64, 16, 4, 1, kinds=_RECORDS),  # up to 310 registers, all 64 KB of LDS
         Row(16, 16, 4, 1, kinds=_PACKED),
         Row(16, 32, 4, 1, rows=16),
         Row(32, 16, 4, 1, rows=32),

@@ -141,7 +141,10 @@ def bind_compressed(call: CompressedCall, plan: AttentionPlan | None) -> Run[Any
     if call.kv_cache.dtype != torch.uint8:
         numbers.append(call.kv_cache)
     if takes_numba(*numbers, weights=(call.sinks,)):
-        return _bind_compressed_numba(call, plan)
+        from ..cpu.attention import compressed_attention
+
+        if compressed_attention.reads(call):
+            return _bind_compressed_numba(call, plan)
     return _bind_definition(
         call,
         compressed_definition.paged_compressed_attention,

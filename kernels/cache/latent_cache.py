@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..core.checks import MAX_HEAD_DIM, check_is_tensor, check_last_dim_contiguous, check_tensor
-from ..core.dtypes import SMALLEST, kv_kind
+from ..core.dtypes import KV_KINDS, SMALLEST, kv_kind
 from ..core.errors import InvalidInputError
 
 # A row of the published fp8 form (FlashMLA, vLLM's "fp8_ds_mla"): 512 e4m3 latents, a float32 scale for each 128 of
@@ -19,6 +20,10 @@ RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
 RECORD_DIM = RECORD_CODES + RECORD_ROPE
 # A record of DeepSeek-V4.1 (vLLM, 2026): 512 e4m3 codes, the rotated ones too, then a UE8M0 scale for each 32 of them.
 MXFP8_BYTES, MXFP8_GROUP = 528, 32
+# A record of DeepSeek-V4 in NVFP4 (sizes as in FlashInfer's pull request 4955): 448 e2m1 codes, two a byte, 64 bfloat16
+# rotated dimensions, an e4m3 scale for each 16 codes, 4 bytes of padding. There is no float32 scale of a table: after a
+# norm the largest of 16 numbers is near 2, and e4m3 scales are precise for groups whose largest is 0.09 to 2,688.
+NVFP4_BYTES, NVFP4_GROUP = 384, 16
 # Largest latent, that of dots3-note's layers with a window.
 MAX_LATENT = 1024
 
@@ -114,22 +119,79 @@ def dequantized(
     return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
 
 
-class RecordForm(NamedTuple):
-    """A form of rows of 512 numbers in 8 bits: codes with a power of two for each `group`, then bfloat16 numbers.
+@dataclass(frozen=True)
+class RecordForm:
+    """A form of rows of 512 numbers in bytes: codes, then bfloat16 numbers, then a scale for each `group` of codes.
 
-    kind: its name in kernels.
+    This base class has e4m3 codes. Their scales are powers of two, exponents as bytes.
+
+    Attributes:
+        kind: its name in kernels.
+        num_bytes: size of a record; bytes behind the scales are padding.
+        num_codes: numbers that are codes, the first ones.
+        codes_per_byte: 1, or 2 with the first code in the low bits.
     """
 
     kind: str
     num_bytes: int
     num_codes: int
     group: int
+    codes_per_byte: int = 1
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes, where the bfloat16 numbers begin."""
+        return self.num_codes // self.codes_per_byte
+
+    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return what `encode` rounds, [..., num_codes]: rows, or NaN in groups with a number that is not finite."""
+        groups = rows[..., : self.num_codes].unflatten(-1, (-1, self.group))
+        return (groups + (groups * 0.0).sum(-1, keepdim=True)).flatten(-2)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes of rows [..., 512] and the scales of their groups, as bytes.
+
+        A scale is the least power of two that is not below the group's largest magnitude / 448; NaN, exponent 255, if a
+        number of the group is not finite.
+        """
+        groups = rows[..., : self.num_codes].float().unflatten(-1, (-1, self.group))  # [..., groups, group]
+        largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+        mantissas, exponents = torch.frexp(largest / 448.0)  # a mantissa is at least 0.5 and below 1
+        exponents = exponents - (mantissas == 0.5).int() + 127
+        exponents = exponents.masked_fill(~groups.isfinite().all(-1, keepdim=True), 255)
+        codes = (groups / _powers(exponents)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), exponents.squeeze(-1).to(torch.uint8)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of codes and scales, [..., num_codes]."""
+        numbers = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, self.group))  # [..., groups, group]
+        return (numbers * _powers(scales.unsqueeze(-1)).to(dtype)).flatten(-2)
 
 
-RECORD_FORMS = {
-    RECORD_BYTES: RecordForm("record", RECORD_BYTES, RECORD_CODES, RECORD_GROUP),
-    MXFP8_BYTES: RecordForm("mxfp8", MXFP8_BYTES, RECORD_DIM, MXFP8_GROUP),
-}
+class _Nvfp4Form(RecordForm):
+    """e2m1 codes with e4m3 scales, as an NVFP4 cache without the scale of a table has them."""
+
+    def numbers(self, rows: torch.Tensor) -> torch.Tensor:
+        return _NVFP4.numbers(rows[..., : self.num_codes], None, rows.dtype)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = _NVFP4.encode(rows[..., : self.num_codes], None)
+        assert scales is not None
+        return codes.view(torch.uint8), scales.view(torch.uint8)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return _NVFP4.decode(codes, scales.view(torch.float8_e4m3fn), dtype)
+
+
+_NVFP4 = KV_KINDS[torch.float4_e2m1fn_x2]
+_FORMS = (
+    RecordForm("record", RECORD_BYTES, RECORD_CODES, RECORD_GROUP),
+    RecordForm("mxfp8", MXFP8_BYTES, RECORD_DIM, MXFP8_GROUP),
+    _Nvfp4Form("nvfp4_record", NVFP4_BYTES, RECORD_CODES, NVFP4_GROUP, codes_per_byte=2),
+)
+RECORD_FORMS = {form.num_bytes: form for form in _FORMS}
+# Sizes of records, for messages of errors.
+RECORD_SIZES = " or ".join(map(str, RECORD_FORMS))
 
 
 def record_form(cache: torch.Tensor, head_dim: int) -> RecordForm | None:
@@ -140,54 +202,44 @@ def record_form(cache: torch.Tensor, head_dim: int) -> RecordForm | None:
 
 
 class RecordParts(NamedTuple):
-    """Views of records: uint8 codes [..., num_codes], bfloat16 numbers behind them, and a uint8 exponent a group.
+    """Views of records: uint8 codes [..., code_bytes], bfloat16 numbers behind them, and a uint8 scale a group.
 
     rope: None if all numbers are codes.
     """
 
     codes: torch.Tensor
     rope: torch.Tensor | None
-    exponents: torch.Tensor
+    scales: torch.Tensor
 
 
 def record_parts(records: torch.Tensor) -> RecordParts:
-    """Return the parts of records, uint8 [..., 584 or 528]."""
+    """Return the parts of records, uint8 [..., num_bytes]."""
     form = RECORD_FORMS[records.shape[-1]]
-    start = 2 * RECORD_DIM - form.num_codes
+    start = form.code_bytes + 2 * (RECORD_DIM - form.num_codes)
     rope = None
     if form.num_codes < RECORD_DIM:
-        rope = records[..., form.num_codes : start].view(torch.bfloat16)
+        rope = records[..., form.code_bytes : start].view(torch.bfloat16)
     num_groups = form.num_codes // form.group
-    return RecordParts(records[..., : form.num_codes], rope, records[..., start : start + num_groups])
+    return RecordParts(records[..., : form.code_bytes], rope, records[..., start : start + num_groups])
 
 
 def encode_records(rows: torch.Tensor, num_bytes: int = RECORD_BYTES) -> torch.Tensor:
-    """Return rows [..., 512] as records, uint8 [..., num_bytes].
-
-    The scale of a group is the least power of two that is not below its largest magnitude / 448; NaN, exponent 255, if
-    a number of the group is not finite.
-    """
+    """Return rows [..., 512] as records, uint8 [..., num_bytes]; see `RecordForm.encode`."""
     form = RECORD_FORMS[num_bytes]
-    groups = rows[..., : form.num_codes].float().unflatten(-1, (-1, form.group))  # [..., groups, group]
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
-    mantissas, exponents = torch.frexp(largest / 448.0)  # a mantissa is at least 0.5 and below 1
-    exponents = exponents - (mantissas == 0.5).int() + 127
-    exponents = exponents.masked_fill(~groups.isfinite().all(-1, keepdim=True), 255)
-    codes = (groups / _powers(exponents)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
+    codes, scales = form.encode(rows)
     records = torch.zeros(*rows.shape[:-1], num_bytes, dtype=torch.uint8, device=rows.device)
     parts = record_parts(records)
-    parts.codes.copy_(codes.view(torch.uint8))
+    parts.codes.copy_(codes)
     if parts.rope is not None:
         parts.rope.copy_(rows[..., form.num_codes :])
-    parts.exponents.copy_(exponents.squeeze(-1))
+    parts.scales.copy_(scales)
     return records
 
 
 def decode_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return records as numbers of a float dtype, [..., 512]."""
-    codes, rope, exponents = record_parts(records)
-    numbers = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (exponents.shape[-1], -1))  # [..., groups, group]
-    numbers = (numbers * _powers(exponents.unsqueeze(-1)).to(dtype)).flatten(-2)
+    codes, rope, scales = record_parts(records)
+    numbers = RECORD_FORMS[records.shape[-1]].decode(codes, scales, dtype)
     if rope is None:
         return numbers
     return torch.cat([numbers, rope.to(dtype)], -1)
@@ -211,7 +263,7 @@ def check_rows(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
         check_tensor(name, cache, (*cache.shape[:2], head_dim))
         return
     if record_form(cache, head_dim) is None:
-        expected = f"{RECORD_BYTES} or {MXFP8_BYTES}, and {RECORD_DIM}, of a uint8 cache"
+        expected = f"{RECORD_SIZES}, and {RECORD_DIM}, of a uint8 cache"
         raise InvalidInputError(f"{name}: {cache.shape[2]} bytes a row and head_dim {head_dim}, expected {expected}")
     if cache.data_ptr() % 2 or any(stride % 8 for stride in cache.stride()[:2]):
         raise InvalidInputError(f"{name}: strides {cache.stride()}, expected multiples of 8 bytes")

@@ -139,8 +139,8 @@ def write_pooled_entries(
     mean; then follow norm and rotation.
     """
     slots, entries = pooled_entries(row_cache, row_slots, entry_slots, compute=compute, **options)
-    entries = entries + not_finite(entries, entry_cache)
-    return with_rows(decode_entries(entry_cache, entries.shape[1], compute), slots, entries)
+    numbers = numbers_of_form(entries, entry_cache)
+    return with_rows(decode_entries(entry_cache, entries.shape[1], compute), slots, numbers)
 
 
 def write_entries(
@@ -155,17 +155,14 @@ def write_entries(
     write_rows(slots, (entry_cache, encode_entries(entries, entry_cache)))
 
 
-def not_finite(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor:
-    """Return NaN for entries, or groups of them, whose scale is NaN because a number is not finite; 0 for others."""
-    zeros = entries * 0.0
+def numbers_of_form(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor:
+    """Return what the form of a cache rounds: entries, or NaN where a scale is NaN because a number is not finite."""
     if entry_cache.dtype != torch.uint8:
-        return torch.zeros_like(entries)
+        return entries
     form = record_form(entry_cache, entries.shape[1])
     if form is None:
-        return zeros.sum(-1, keepdim=True).expand_as(entries)
-    groups = zeros[:, : form.num_codes].unflatten(-1, (-1, form.group))
-    groups = groups.sum(-1, keepdim=True).expand_as(groups).flatten(-2)
-    return torch.cat([groups, torch.zeros_like(zeros[:, form.num_codes :])], -1)
+        return entries + (entries * 0.0).sum(-1, keepdim=True)
+    return torch.cat([form.numbers(entries), entries[:, form.num_codes :]], -1)
 
 
 def encode_entries(entries: torch.Tensor, entry_cache: torch.Tensor) -> torch.Tensor:

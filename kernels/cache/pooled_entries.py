@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..core.compat import tl, triton
-from ..core.dtypes import SMALLEST, cast_to_cache
+from ..core.dtypes import SMALLEST, cast_to_cache, encode_nvfp4
 from ..core.launch import wait_for_inputs
 from .latent_cache import MXFP8_GROUP, RECORD_CODES, RECORD_GROUP
 from .write import slot_offset
@@ -116,7 +116,7 @@ def _pooled_entries_kernel(
         cos_sin_ptr += (tl.load(positions_ptr + token) - POOL_SIZE + 1) * stride_cos_sin_position
     slot = entry_slot // POOL_SIZE
     entry_ptr += slot_offset(slot, stride_entry_block, stride_entry_slot, ENTRY_BLOCK_SIZE)
-    if KIND == "record":
+    if rope_ptr is not None:
         rope_ptr += slot_offset(slot, stride_rope_block, stride_rope_slot, ENTRY_BLOCK_SIZE)
     if KIND != "":
         scale_ptr += slot_offset(slot, stride_scale_block, stride_scale_slot, ENTRY_BLOCK_SIZE)
@@ -195,6 +195,12 @@ def store_entry(
         tl.store(scale_ptr, largest / 448.0 + not_finite)
         codes = cast_to_cache(entry * (448.0 / largest), None, tl.uint8, "e4m3", NATIVE_FP8)
         tl.store(entry_ptr + offs_d, codes, mask=in_dim)
+    elif KIND == "nvfp4_record":
+        offs_b = tl.arange(0, DIM_PADDED // 2)[None, :]
+        zero = tl.zeros([1, 1], tl.int32)
+        row = tl.where(offs_d < _CODES, entry, 0.0).reshape(1, DIM_PADDED)
+        packed = encode_nvfp4(row, scale_ptr + zero, None, zero == 0, _CODES, NATIVE_FP8)
+        tl.store(entry_ptr + offs_b, packed, mask=offs_b < _CODES // 2)
     elif KIND != "":
         GROUP: tl.constexpr = _GROUP if KIND == "record" else _MXFP8_GROUP
         CODES: tl.constexpr = _CODES if KIND == "record" else DIM_PADDED
@@ -210,7 +216,7 @@ def store_entry(
         tl.store(scale_ptr + offs_g, scales, mask=offs_g < CODES // GROUP)
         codes = cast_to_cache((groups * inverse[:, None]).reshape(DIM_PADDED), None, tl.uint8, "e4m3", NATIVE_FP8)
         tl.store(entry_ptr + offs_d, codes, mask=offs_d < CODES)
-        if KIND == "record":
-            tl.store(rope_ptr + offs_d - _CODES, entry.to(tl.bfloat16), mask=in_dim & (offs_d >= _CODES))
     else:
         tl.store(entry_ptr + offs_d, entry.to(entry_ptr.dtype.element_ty), mask=in_dim)
+    if rope_ptr is not None:
+        tl.store(rope_ptr + offs_d - _CODES, entry.to(tl.bfloat16), mask=in_dim & (offs_d >= _CODES))

@@ -24,9 +24,8 @@ from ..core.operation import Run, operation
 from . import pooled_definition
 from .latent_cache import (
     INDEX_SCALE_BYTES,
-    MXFP8_BYTES,
-    RECORD_BYTES,
     RECORD_DIM,
+    RECORD_SIZES,
     index_parts,
     record_form,
     record_parts,
@@ -38,7 +37,7 @@ MAX_ENTRY_DIM = 512
 
 
 def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
-    """Return the form of entries of `head_dim` numbers: "" for plain ones, "index", "record" or "mxfp8" for 8 bits.
+    """Return the form of entries of `head_dim` numbers: "" for plain ones, "index", or the kind of a `RecordForm`.
 
     Raises:
         InvalidInputError: the cache holds entries of no such form.
@@ -62,7 +61,7 @@ def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
     else:
         raise InvalidInputError(
             f"entry_cache: {size} bytes an entry of {head_dim}, expected head_dim + {INDEX_SCALE_BYTES}, or "
-            f"{RECORD_BYTES} or {MXFP8_BYTES} for {RECORD_DIM}"
+            f"{RECORD_SIZES} for {RECORD_DIM}"
         )
     if not is_aligned:
         raise InvalidInputError(f"entry_cache: strides {entry_cache.stride()}, expected {expected}")
@@ -72,8 +71,8 @@ def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
 def entry_tensors(entry_cache: torch.Tensor, head_dim: int, kind: str) -> dict[str, torch.Tensor | None]:
     """Return the parts of a cache of entries, as the kernel takes them."""
     if kind not in ("", "index"):
-        codes, rope, exponents = record_parts(entry_cache)
-        return {"entry_ptr": codes, "rope_ptr": rope, "scale_ptr": exponents}
+        parts = record_parts(entry_cache)
+        return {"entry_ptr": parts.codes, "rope_ptr": parts.rope, "scale_ptr": parts.scales}
     numbers, scales = index_parts(entry_cache, head_dim)
     return {"entry_ptr": numbers, "rope_ptr": None, "scale_ptr": scales}
 
@@ -115,7 +114,7 @@ def write_pooled_entries(
             The rows of the step's tokens are written already. Overlapping pools: two values, then two gates.
         entry_cache: [num_blocks, entries of a block, size], last dimension contiguous. Plain numbers of any float
             dtype, or uint8: head_dim e4m3 codes and a float32 scale, largest magnitude / 448, as in `choose_keys`; or
-            records of 584 or 528 bytes for a head_dim of 512, see `kernels.cache.latent_cache.encode_records`.
+            records of 584, 528 or 384 bytes for a head_dim of 512, see `kernels.cache.latent_cache.RecordForm`.
         row_slots: int64 [num_tokens], block_id * block_size + offset of each token in row_cache; negative for padding.
         entry_slots: int64 [num_tokens], block_id * (entries of a block * pool_size) + offset of each token in blocks of
             entry_cache; negative for padding. Entry i of a block is of its positions i * pool_size and following.

@@ -13,7 +13,7 @@ import torch
 
 from paged.cache.groups import CacheGroup
 from paged.cache.pooled_groups import BorderGroup, Entries, EntriesGroup, OpenPart, OpenPoolGroup
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_DIM, RECORD_ROPE
+from paged.kernels.cache.latent_cache import NVFP4_BYTES, RECORD_DIM, RECORD_FORMS, RECORD_ROPE
 from paged.models.layers.config import AttentionConfig, CompressedConfig
 
 
@@ -59,12 +59,23 @@ def token_ids_index(attention: Sequence[AttentionConfig]) -> int:
     return sum(map(len, entry_indices(attention).values()))
 
 
-def has_records(layer: AttentionConfig) -> bool:
-    """Return whether rows and entries of a layer have the sizes of records, their form in 8 bits."""
+def has_records(layer: AttentionConfig, dtype: torch.dtype) -> bool:
+    """Return whether rows and entries of a layer have the sizes of records, their form in a cache of `dtype`."""
     sizes = layer.compressed
     if sizes is None or layer.head_dim != RECORD_DIM:
         return False
-    return sizes.record_bytes == MXFP8_BYTES or sizes.rope_dim == RECORD_ROPE
+    form = RECORD_FORMS[_row_size(layer, dtype)]
+    return form.num_codes == RECORD_DIM or sizes.rope_dim == RECORD_ROPE
+
+
+def _row_size(layer: AttentionConfig, dtype: torch.dtype) -> int:
+    """Return the size of rows and entries of a layer in a cache of `dtype`: in numbers, or in bytes if it is a byte."""
+    assert layer.compressed is not None
+    if dtype == torch.float4_e2m1fn_x2:
+        return NVFP4_BYTES
+    if dtype.itemsize == 1:
+        return layer.compressed.record_bytes
+    return layer.head_dim
 
 
 def compressed_groups(
@@ -76,10 +87,7 @@ def compressed_groups(
     each position has its token id beside the entries, as a number of 32 bits.
     """
     first = attention[0]
-    head_dim, window, row_size = first.head_dim, first.window, first.head_dim
-    if dtype.itemsize == 1:
-        assert first.compressed is not None
-        row_size = first.compressed.record_bytes
+    head_dim, window, row_size = first.head_dim, first.window, _row_size(first, dtype)
     entries: list[Entries] = []
     parts: list[OpenPart] = []
     bordered: dict[CompressedConfig, list[int]] = {}

@@ -203,7 +203,7 @@ class CompressedConfig:
             positions of the pool before.
         num_groups, group_rank: groups of heads, and size of a group's output before the last projection.
         norms_queries: whether the queries of each head are divided by their root mean square.
-        record_bytes: size of rows and entries in a cache of 8 bits.
+        record_bytes: size of rows and entries in a cache of e4m3.
         sharing: which layers write and choose the entries that the layer reads; None if it does so itself.
     """
 

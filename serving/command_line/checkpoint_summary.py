@@ -205,7 +205,8 @@ def _needs(
     share: Share,
 ) -> Needs:
     cache = cache_config(share.config(config), block_size=block_size, **formats)
-    cache_dtype = formats["dtype"]
+    cache_dtype = cache.dtype
+    assert cache_dtype is not None
     if cache.recurrent is not None:
         cache = replace(cache, recurrent=replace(cache.recurrent, conv_dtype=dtype, state_dtype=state_dtype))
     parameters, weight_bytes = _loaded(network_class, config, dtype, share)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from paged import Engine, EngineConfig, HeadProposer, LlmExecutor, SamplingParams
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.kernels.attention import compressed_definition
-from paged.kernels.cache.latent_cache import record_parts, stored_rows
+from paged.kernels.cache.latent_cache import RecordParts, record_parts, stored_rows
 from paged.models.layers import compressed_attention, open_rows
 from paged.models.layers.compressed_attention import CompressedAttention, Pool
 from paged.models.layers.decoder import Linear
@@ -152,7 +152,8 @@ def test_cuts_see_the_fault(fault: str, case: Case, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "entry", "growth"), [(torch.bfloat16, 2 * 512, 6230), (torch.float8_e4m3fn, 584, 3851)]
+    ("dtype", "entry", "growth"),
+    [(torch.bfloat16, 2 * 512, 6230), (torch.float8_e4m3fn, 584, 3851), (torch.float4_e2m1fn_x2, 384, 2769)],
 )
 def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, growth: int, tmp_path: Path) -> None:
     """DeepSeek-V4-Flash by `paged inspect`: 21 layers with entries for 4 positions and index keys, 20 for 128."""
@@ -178,14 +179,29 @@ def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, growth: int, tm
     assert room == (num_blocks - 9 * 3) * 128
 
 
-def _off_by_a_code(model: PagedCausalLM) -> None:
-    """Let a model's caches of numbers be off by as much as codes of e4m3 may be: 2^-4 of each number, by chance."""
+def _e4m3_error(numbers: torch.Tensor) -> torch.Tensor:
+    """The largest error of codes of e4m3: 2^-4 of each number."""
+    return 2**-4 * numbers.abs()
+
+
+def _nvfp4_error(numbers: torch.Tensor) -> torch.Tensor:
+    """The largest error of records in NVFP4: half a step of a code, and 2^-9 of bfloat16. Index keys are e4m3."""
+    if numbers.shape[-1] != 512:
+        return _e4m3_error(numbers)
+    groups = numbers[..., :448].abs().unflatten(-1, (-1, 16))
+    scales = 17 / 96 * groups.amax(-1, keepdim=True)  # the largest magnitude / 6, rounded by up to 2^-4
+    half_steps = torch.where(groups < 2 * scales, 0.25, torch.where(groups < 4 * scales, 0.5, 1.0))
+    return torch.cat([(half_steps * scales).flatten(-2), 2**-9 * numbers[..., 448:].abs()], -1)
+
+
+def _off_by_a_code(model: PagedCausalLM, error: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Let a model's caches of numbers be off by as much as codes may be, up or down by chance."""
 
     def perturb(cache: torch.Tensor, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         before = cache.clone()
         write(*args, **kwargs)
         signs = 2 * torch.randint(2, cache.shape) - 1
-        cache.mul_(torch.where(cache == before, 1.0, 1 + 2**-4 * signs))
+        cache.add_(torch.where(cache == before, 0.0, signs * error(cache)))
 
     for module in model.network.modules():
         if isinstance(module, Pool):
@@ -194,31 +210,49 @@ def _off_by_a_code(model: PagedCausalLM) -> None:
             vars(module)["write"] = partial(perturb, module.kv_cache, module.write)
 
 
+def _scales_of_neighbours(parts: RecordParts) -> None:
+    parts.scales.copy_(parts.scales.roll(1, -1))
+
+
+def _swapped_codes(parts: RecordParts) -> None:
+    parts.codes.copy_(parts.codes << 4 | parts.codes >> 4)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("backend", ["torch"], indirect=True)
-def test_records_in_8_bits(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows, entries and index keys of one byte: near those of float32, and the same behind a cut and after a hit."""
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "error", "fault"),
+    [("fp8", _e4m3_error, _scales_of_neighbours), ("nvfp4", _nvfp4_error, _swapped_codes)],
+)
+def test_records(
+    backend: str,
+    kv_cache_dtype: str,
+    error: Callable[[torch.Tensor], torch.Tensor],
+    fault: Callable[[RecordParts], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows, entries and index keys in codes: near those of float32, and the same behind a cut and after a hit."""
     save_checkpoint(Families(model=_LARGE_HEADS)["model"], tmp_path)
     plain = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
-    model = load_model(tmp_path, block_size=BLOCK, num_blocks=64, kv_cache_dtype="fp8")
+    model = load_model(tmp_path, block_size=BLOCK, num_blocks=64, kv_cache_dtype=kv_cache_dtype)
     manager, ids = model.kv_manager, [*tokens(24), 3]
     exact = plain.forward_verify("a", ids)
     rounded = torch.cat([model.forward_verify("a", part) for part in (ids[:5], ids[5:])])
 
     # Twice the model's answer to the largest errors of codes.
-    _off_by_a_code(plain)
+    _off_by_a_code(plain, error)
     budget = 2 * (plain.forward_verify("b", ids) - exact).norm()
     assert_within((rounded - exact).norm(), torch.tensor(0.0), budget)
 
-    # The scale of a neighbour is no rounding.
-    def of_neighbours(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # The scale of a neighbour is no rounding, nor is the code of one.
+    def faulty_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         rows = rows.clone()
-        exponents = record_parts(rows).exponents
-        exponents.copy_(exponents.roll(1, -1))
+        fault(record_parts(rows))
         return stored_rows(rows, dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compressed_definition, "stored_rows", of_neighbours)
+        patch.setattr(compressed_definition, "stored_rows", faulty_rows)
         assert (model.forward_verify("b", ids) - exact).norm() > budget
     assert not torch.equal(rounded, exact)
     model.truncate_kv("a", 19)

@@ -171,7 +171,9 @@ def test_preempted_requests_go_on(tmp_path: Path) -> None:
         check_pool_empty(executor)
 
 
-@pytest.mark.parametrize(("dtype", "entry"), [(torch.bfloat16, 2 * 512), (torch.float8_e4m3fn, 528)])
+@pytest.mark.parametrize(
+    ("dtype", "entry"), [(torch.bfloat16, 2 * 512), (torch.float8_e4m3fn, 528), (torch.float4_e2m1fn_x2, 384)]
+)
 def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, tmp_path: Path) -> None:
     """DeepSeek-V4.1-Flash by `paged inspect`: three sources of entries of two tokens, one of entries of a token."""
     values = {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41", "torch_dtype": "bfloat16"}

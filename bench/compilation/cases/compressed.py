@@ -9,12 +9,13 @@ from paged.bench.compilation.cases.case import TARGETS, TENSOR_CORES, CompileCas
 from paged.bench.compilation.cases.launches import empty, launch_case
 from paged.kernels.attention.compressed_kernel import _compressed_attention_kernel
 from paged.kernels.attention.paged_compressed_attention import paged_compressed_attention
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES
 
 # Strides in multiples of 16; those of records of 584 bytes are not.
 _ALIGNED = ("q_token", "q_head", "out_token", "out_head")
 _ALIGNED_ROWS = ("latent_block", "latent_slot", "entry_block", "entry_slot")
 _ALIGNED_SCALES = ("scales_block", "scales_slot", "entry_scales_block", "entry_scales_slot")
+_ALIGNED_ROPE = ("rope_block", "rope_slot", "entry_rope_block", "entry_rope_slot")
 _HEAD_DIM = 512
 
 
@@ -33,12 +34,13 @@ def cases() -> list[CompileCase]:
             _case(target, 64, pool_size=128, record_bytes=RECORD_BYTES),
             _case(target, 64, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
             _case(target, 64, pool_size=1, is_chosen=True, record_bytes=MXFP8_BYTES),
+            _case(target, 64, pool_size=128, record_bytes=NVFP4_BYTES),
+            _case(target, 64, pool_size=4, is_chosen=True, record_bytes=NVFP4_BYTES),
         ]
         if target.startswith("gfx"):  # other tiles than for 64 heads
-            compiled += [
-                _case(target, 16, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
-                _case(target, 32, pool_size=4, is_chosen=True, record_bytes=RECORD_BYTES),
-            ]
+            for heads in (16, 32):
+                for record_bytes in (RECORD_BYTES, NVFP4_BYTES):
+                    compiled.append(_case(target, heads, pool_size=4, is_chosen=True, record_bytes=record_bytes))
     return compiled
 
 
@@ -65,10 +67,12 @@ def _case(
     }
     words, element, size, aligned = [f"{heads} heads", dtype], dtype, _HEAD_DIM, [*_ALIGNED, *_ALIGNED_ROWS]
     if record_bytes:
-        words.append("records")
+        words.append("records in NVFP4" if record_bytes == NVFP4_BYTES else "records")
         element, size, aligned = "u8", record_bytes, [*_ALIGNED]
         if record_bytes % 16 == 0:
             aligned += [*_ALIGNED_ROWS, *_ALIGNED_SCALES]
+        if record_bytes == NVFP4_BYTES:
+            aligned += _ALIGNED_ROPE
     if pool_size:
         words.append(f"pools of {pool_size}")
         entries = empty(element, 4, 128 // pool_size, size)

@@ -12,7 +12,7 @@ from paged.kernels.attention.choose_keys import _index_scores_kernel, choose_key
 from paged.kernels.attention.latent_kernel import _mla_attention_kernel
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES, RECORD_DIM
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES, RECORD_DIM
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 
 _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "rope_slot", "out_token", "out_head")
@@ -93,7 +93,7 @@ def pool_cases() -> list[CompileCase]:
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", in_rings=True, **last))
         cases.append(_pool_case("fp32", 4, 512, targets, entry="u8", overlaps=True, **last))
-        for record_bytes in (RECORD_BYTES, MXFP8_BYTES):
+        for record_bytes in (RECORD_BYTES, MXFP8_BYTES, NVFP4_BYTES):
             cases.append(
                 _pool_case("bf16", 1, 512, targets, entry="u8", has_gates=False, record_bytes=record_bytes, **last)
             )

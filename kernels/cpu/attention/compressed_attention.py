@@ -15,6 +15,7 @@ import torch
 
 from ...attention.call import CompressedCall
 from .. import kernel as nb
+from ..code_vectors import CODES, HAS_FLOAT16, widened
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import LANES, LOG2_E, fill, load_e4m3, load_vector, multiply_add, store_vector
 from .few_kernels import LEAST_SCALE
@@ -22,21 +23,28 @@ from .few_queries import _place_of_key
 from .many_queries import KEYS, ROWS, STEP, _multiply, clear_rows, first_sum, log_sum_exp, options_of, place
 from .vector_products import attend_block, pack_rows, store, widen
 
+_NVFP4 = CODES["nvfp4"]
+_NVFP4_UNIT, _widen_nvfp4 = _NVFP4.unit, widened(_NVFP4)
+
 
 @nb.device_function
 def _widen_record(records, start, floats, to, size):
     """Decode a record that begins at a byte. records: bytes, bfloat16 numbers, and the sizes of its `RecordForm`."""
-    codes, rope, num_codes, group_size = records
-    zeros, exponents = fill(np.float32(0)), start + 2 * size - num_codes
+    codes, rope, num_codes, group_size, codes_per_byte = records
+    behind_codes = start + num_codes // codes_per_byte
+    zeros, scales = fill(np.float32(0)), behind_codes + 2 * (size - num_codes)
+    for i in range(num_codes, size, LANES):
+        store_vector(floats, to + i, load_vector(rope, behind_codes // 2 + i - num_codes))
+    if codes_per_byte == 2:
+        _widen_nvfp4(codes, start, codes, scales, np.float32(_NVFP4_UNIT), num_codes, floats, to)
+        return
     for first in range(0, num_codes, group_size):
-        exponent = np.int32(codes[exponents + first // group_size])
+        exponent = np.int32(codes[scales + first // group_size])
         scale = np.int32(exponent << np.int32(23)).view(np.float32)
         if exponent == np.int32(255):
             scale = np.float32(np.nan)
         for i in range(first, first + group_size, LANES):
             store_vector(floats, to + i, multiply_add(load_e4m3(codes, start + i), fill(scale), zeros))
-    for i in range(num_codes, size, LANES):
-        store_vector(floats, to + i, load_vector(rope, (start + num_codes) // 2 + i - num_codes))
 
 
 @nb.device_function
@@ -186,14 +194,21 @@ def _compressed_attention(arguments):
 
 @nb.Kernel
 def _compressed_attention_of_records(arguments):
-    values = nb.unpack(arguments, 54)
+    values = nb.unpack(arguments, 55)
     q, out, cos_sin = values[2], values[5], nb.floats(values[11])
-    records = nb.uint8s(values[3]), nb.bfloats(values[3]), values[52], values[53]
-    entries = nb.uint8s(values[4]), nb.bfloats(values[4]), values[52], values[53]
+    form = values[52], values[53], values[54]
+    records = nb.uint8s(values[3]), nb.bfloats(values[3]), *form
+    entries = nb.uint8s(values[4]), nb.bfloats(values[4]), *form
     if values[1]:
         _attend_records((nb.bfloats(q), records, entries, nb.bfloats(out), cos_sin), values)
     else:
         _attend_records((nb.floats(q), records, entries, nb.floats(out), cos_sin), values)
+
+
+def reads(call: CompressedCall) -> bool:
+    """Return whether the CPU has the instructions for the rows of a call."""
+    form = call.record_form
+    return form is None or form.codes_per_byte == 1 or HAS_FLOAT16
 
 
 def launch_for(call: CompressedCall) -> NumbaLaunch:
@@ -254,7 +269,8 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
     kernel = _compressed_attention
     form = call.record_form
     if form is not None:
-        kernel, arguments = _compressed_attention_of_records, (*arguments, form.num_codes, form.group)
+        kernel = _compressed_attention_of_records
+        arguments = (*arguments, form.num_codes, form.group, form.codes_per_byte)
     num_products = 2 * num_tokens * num_heads * size * (call.sliding_window + num_indices)
     return NumbaLaunch(kernel.address, num_products, arguments, scratch_size=scratch_size)
 

@@ -16,7 +16,7 @@ from ..vectors import LANES, LOG2_E, exp2_of, fill, larger, load_part, multiply_
 from .qk_norm_rope_and_cache import _rotate
 
 # Forms of entries.
-_FLOAT32, _BFLOAT16, _INDEX, _RECORD = range(4)
+_FLOAT32, _BFLOAT16, _INDEX, _RECORD, _NVFP4_RECORD = range(5)
 
 
 @nb.inlined
@@ -110,6 +110,46 @@ def _store_codes(entry, first, end, codes, at):
 
 
 @nb.device_function
+def _number_of_e4m3(code):
+    """Return the number of an e4m3 code that is finite and not negative."""
+    # Float32's bias is 127, that of e4m3 is 7.
+    return np.int32(code << np.int32(20)).view(np.float32) * np.float32(2.0**120)
+
+
+@nb.device_function
+def _e2m1(number):
+    """Return the e2m1 code of a number: the nearest, ties to even, at most 6."""
+    magnitude, code = np.abs(number), np.int32(0)
+    for boundary in (np.float32(0.25), np.float32(1.25), np.float32(2.5), np.float32(5)):
+        code += np.int32(magnitude > boundary)
+    for boundary in (np.float32(0.75), np.float32(1.75), np.float32(3.5)):
+        code += np.int32(magnitude >= boundary)
+    if number < np.float32(0):
+        code += np.int32(8)
+    return code
+
+
+@nb.device_function
+def _store_packed_codes(entry, first, end, codes, at):
+    """Write the numbers of a group as e2m1 codes from byte `at` on, two a byte, and return their e4m3 scale."""
+    largest, not_finite = np.float32(0), np.float32(0)
+    for i in range(first, end):
+        largest = max(largest, np.abs(entry[i]))
+        not_finite += entry[i] * np.float32(0)
+    scale_code = _e4m3(largest * np.float32(1 / 6))
+    scale = _number_of_e4m3(np.int32(scale_code))
+    inverse = np.float32(0)
+    if scale > np.float32(0):
+        inverse = np.float32(1) / scale
+    for i in range(0, end - first, 2):
+        low, high = _e2m1(entry[first + i] * inverse), _e2m1(entry[first + i + 1] * inverse)
+        codes[at + i // 2] = np.uint8(low | high << np.int32(4))
+    if not_finite != np.float32(0):
+        return np.uint8(0x7F)
+    return scale_code
+
+
+@nb.device_function
 def _store_index_key(entry, dim, codes, at, scales, scale_at):
     """Write an indexer's key as codes, and its scale."""
     largest, not_finite = np.float32(SMALLEST), np.float32(0)
@@ -150,7 +190,7 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
     row_block, row_slot, bias_position, position_stride, table_stride = strides[:5]
     entry_block, entry_slot, rope_block, rope_slot, scale_block, scale_slot = strides[5:]
     has_gates, has_norm, interleaved, eps = options
-    numbers, halves, codes, rope, exponents, scales = entries
+    numbers, halves, codes, rope, scale_codes, scales = entries
     table_sizes = pool_size, block_size, num_blocks, num_seqs, table_width, table_stride, row_block, row_slot
     for token in range(num_tokens):
         if row_slots[token] >= num_blocks * block_size or entry_slots[token] >= num_entry_slots:
@@ -207,7 +247,11 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
         else:
             at = block * scale_block + place * scale_slot
             for begin in range(0, num_codes, group_size):
-                exponents[at + begin // group_size] = _store_codes(entry, begin, begin + group_size, codes, to)
+                if form == _RECORD:
+                    scale_code = _store_codes(entry, begin, begin + group_size, codes, to)
+                else:
+                    scale_code = _store_packed_codes(entry, begin, begin + group_size, codes, to + begin // 2)
+                scale_codes[at + begin // group_size] = scale_code
             at = block * rope_block + place * rope_slot
             for i in range(dim - num_codes):
                 nb.store(rope, at + i, entry[num_codes + i])
@@ -248,6 +292,8 @@ def form_of(entry_cache: torch.Tensor, kind: str, head_dim: int) -> tuple[int, i
         return _INDEX, 0, 0
     record = record_form(entry_cache, head_dim)
     if record is not None:
+        if record.codes_per_byte == 2:
+            return _NVFP4_RECORD, record.num_codes, record.group
         return _RECORD, record.num_codes, record.group
     form = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}.get(entry_cache.dtype)
     if form is None:

@@ -221,6 +221,12 @@ def _numbers_of_rows(cache: torch.Tensor) -> torch.Tensor:
     if cache.dtype != torch.uint8:
         return f64(cache)
     rows = cache.cpu().contiguous()
+    if rows.shape[-1] == 384:
+        codes = torch.stack([rows[..., :224] & 15, rows[..., :224] >> 4], -1).flatten(-2).long()
+        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[codes % 8]
+        scales = f64(rows[..., 352:380].contiguous().view(torch.float8_e4m3fn))[..., torch.arange(448) // 16]
+        numbers = torch.where(codes < 8, 1, -1) * magnitudes * scales
+        return torch.cat([numbers, f64(rows[..., 224:352].contiguous().view(torch.bfloat16))], -1)
     if rows.shape[-1] == 528:
         powers = 2.0 ** (rows[..., 512:].double() - 127)
         return f64(rows[..., :512].view(torch.float8_e4m3fn)) * powers[..., torch.arange(512) // 32]

@@ -16,7 +16,8 @@ from paged import AttentionPlan, paged_compressed_attention
 from paged.bench.cards.cards import CARDS
 from paged.bench.mla.compressed_problem import PROBLEMS, Problem, call_of, make
 from paged.kernels.attention import compressed_definition
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, RECORD_BYTES
+from paged.kernels.cache.latent_cache import MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES
+from paged.kernels.core import dtypes
 from tests.kernels.attention import loops
 from tests.kernels.faulty import exceeds_no_bound_twice, planted, turns_red
 from tests.kernels.refusals import assert_refuses
@@ -118,6 +119,9 @@ MUTATIONS = {
     "the scale of a neighbour": ("records", "scale_rows[:, None] + offs_g", "scale_rows[:, None] + (offs_g ^ 1)"),
     "the scale of V4.1's neighbour": ("records of V4.1", "offs_g[None, :], key_mask, None, True)",
                                       "(offs_g ^ 1)[None, :], key_mask, None, True)"),
+    "the scale of NVFP4's neighbour": ("records in NVFP4", "scale_rows[:, None] + offs_g[None, :]\n    scales = ",
+                                       "scale_rows[:, None] + (offs_g ^ 1)[None, :]\n    scales = "),
+    "swapped nibbles": ("records in NVFP4", "tl.join(first, second)", "tl.join(second, first)"),
     "rotated numbers elsewhere": ("records", "rope_rows[:, None] + (offs - (", "rope_rows[:, None] + (offs + 1 - ("),
     "the choice of another token": ("chosen", "indices_ptr + token * stride", "indices_ptr + 0 * token * stride"),
     "entries of another sequence": ("all", "seq * stride_entry_table_seq", "0 * seq * stride_entry_table_seq"),
@@ -132,6 +136,7 @@ MUTATED = (
     Problem("chosen", ((4, 90),), chosen=12),
     Problem("records", ((1, 60),), heads=1, head_dim=512, record_bytes=RECORD_BYTES),
     Problem("records of V4.1", ((1, 60),), heads=1, head_dim=512, record_bytes=MXFP8_BYTES),
+    Problem("records in NVFP4", ((1, 60),), heads=1, head_dim=512, record_bytes=NVFP4_BYTES),
 )
 
 
@@ -139,7 +144,7 @@ MUTATED = (
 @pytest.mark.parametrize("fault", MUTATIONS)
 def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) -> None:
     name, text, replacement = MUTATIONS[fault]
-    modules = [attention.latent_kernel, attention.plan, attention.compressed_kernel]
+    modules = [dtypes, attention.latent_kernel, attention.plan, attention.compressed_kernel]
     with planted(modules, [attention.compressed_launches], tmp_path, text, replacement):
         for problem in MUTATED:
             if name in ("", problem.name):

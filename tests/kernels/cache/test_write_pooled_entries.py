@@ -88,9 +88,10 @@ def test_the_definition_is_the_rule(form: str) -> None:
         {"pool": 24, **RECORDS},
         {"pool": 4, "overlaps": True, **RECORDS},
         {"pool": 2, **RECORDS, "record_bytes": latent_cache.MXFP8_BYTES},
+        pytest.param({"pool": 3, **RECORDS, "record_bytes": latent_cache.NVFP4_BYTES}, marks=pytest.mark.thorough),
         {"pool": 24, "in_rings": True},
     ],
-    ids=["keys", "means", "records", "overlapping", "V4.1", "rings"],
+    ids=["keys", "means", "records", "overlapping", "V4.1", "NVFP4", "rings"],
 )
 def test_every_implementation_agrees(
     dtype: torch.dtype, options: dict[str, Any], backend: str, device: torch.device
@@ -190,6 +191,10 @@ MUTATIONS = {
     "the first elements rotate": ("place = offs_d - FIRST_ROTATED", "place = offs_d"),
     "rotated back": ("tl.where(is_first, -other, other)", "tl.where(is_first, other, -other)"),
     "the scale of a neighbour": ("tl.store(scale_ptr + offs_g, scales", "tl.store(scale_ptr + (offs_g ^ 1), scales"),
+    "the codes of a neighbour byte": (
+        "tl.store(entry_ptr + offs_b, packed",
+        "tl.store(entry_ptr + (offs_b ^ 1), packed",
+    ),
     "scales are rounded down": ("(bits + 0x7FFFFF) >> 23", "bits >> 23"),
 }
 
@@ -202,5 +207,7 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
         faulty = dataclasses.replace(CARD, function=module.write_pooled_entries)
         is_found = turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=11, **RECORDS))
         is_found |= turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=3, overlaps=True))
+        nvfp4 = drawn(device, pool=11, **RECORDS, record_bytes=latent_cache.NVFP4_BYTES)
+        is_found |= turns_red(exceeds_no_bound_twice, faulty, nvfp4)
         is_found |= turns_red(exceeds_no_bound_twice, faulty, drawn(device, pool=11, in_rings=True))
     assert is_found == (fault != "no fault")
