@@ -11,6 +11,9 @@ PYTEST := $(BIN)/python $(IN_TWO)
 HEADROOM := --headroom=build/headroom
 CHECKED := bench docs examples executors kernels models paged serving tests
 
+# Every test process and each one that it starts would compile all modules anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 NEWEST := .newest
 OUT ?= bench/results/gpu
 FUZZ_S ?= 600
