@@ -149,8 +149,7 @@ def numba_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         ("int8 experts and a gated MLP", torch.bfloat16, 8, [64]),
         *(
             pytest.param(name, dtype, 150, [16, 64, 4096], marks=pytest.mark.thorough)
-            for name in IN_ONE_FORWARD
-            for dtype in (torch.float32, torch.bfloat16)
+            for name, dtype in zip(IN_ONE_FORWARD, 4 * (torch.bfloat16, torch.float32), strict=True)
         ),
     ],
 )

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HUB_KERNELS = ROOT / ".peers" / "kernels-0.17.0"
 
 
+@pytest.mark.thorough
 def test_a_build_needs_nothing_of_ours(tmp_path: Path) -> None:
     """All its files import where `paged` does not, and an operation computes in a namespace of its own."""
     write_repository(tmp_path)

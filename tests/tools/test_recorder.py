@@ -60,6 +60,7 @@ def test_a_call_is_read_as_it_was(name: str, tmp_path: Path) -> None:
         assert all(result.first_wrong() is None for result in results), backend
 
 
+@pytest.mark.thorough  # two processes
 def test_a_wrong_element_of_an_engine_step_is_the_same_in_a_fresh_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_blocks_that_are_not_reached_are_left_out(tmp_path: Path) -> None:
     assert all(result.first_wrong() is None for result in Replay(path, CPU, "torch").results())
 
 
+@pytest.mark.thorough
 def test_a_call_is_timed_beside_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those that take it: PyTorch's attention a whole prompt, and a candidate. A wrong one gets no time."""
     problem = Problem("", ((20, 20), (20, 20)), heads=(4, 2), head_dim=16, block_size=8)
@@ -147,6 +149,7 @@ def test_a_call_is_timed_beside_peers(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "elements are wrong" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_experts_are_timed_beside_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those of transformers; a call with an option has none, and says so."""
     pytest.importorskip("transformers")

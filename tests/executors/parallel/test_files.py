@@ -103,8 +103,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("damage", [Path.unlink, flip])
+@pytest.mark.parametrize(("rank", "damage"), [(1, Path.unlink), (0, flip)], ids=["gone", "changed"])
 def test_a_file_that_one_rank_lacks_is_a_miss_on_both(
     rank: int,
     damage: Callable[[Path], None],

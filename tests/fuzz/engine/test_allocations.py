@@ -37,16 +37,14 @@ class Way(NamedTuple):
 
 WAYS = {
     "plain": Way(),
-    "overlap": Way({"overlap": True}),
     "swap": Way(SWAPS, FEW_BLOCKS),
     "overlap, swap": Way(SWAPS | {"overlap": True}, FEW_BLOCKS),
     "lookup": Way(drafts="lookup"),
     "draft model": Way({}, {"num_blocks": 64}, drafts="draft model"),
-    "recurrent": Way({}, STATES),
     "recurrent, overlap": Way({"overlap": True}, STATES),
     "apart": Way({"batch_invariant": True}),
 }
-FAST = ("overlap, swap", "draft model")
+FAST = ("overlap, swap",)
 
 
 def new_engine(way: Way) -> Engine:

@@ -242,18 +242,16 @@ _MANY_INT8 = replace(_INT8, name="many int8", lengths=_MANY.lengths)
 _NVFP4 = replace(_INT4, name="nvfp4", cache_dtype=torch.float4_e2m1fn_x2, scales="table")
 _MANY_NVFP4 = replace(_NVFP4, name="many nvfp4", lengths=_MANY.lengths)
 _TWO_FORMATS = replace(_INT4, name="two formats", cache_dtype=torch.float4_e2m1fn_x2, v_cache_dtype=torch.bits4x2)
-# fault -> (the problem that finds it, or few and many if empty, text of the numba kernels, what the copy has instead)
+# fault -> (the problem that finds it, text of the numba kernels, what the copy has instead). A problem compiles its
+# kernel in 6 to 15 s. The checks are those of the Triton kernels, so faults that copies of those have are left out.
 NUMBA_MUTATIONS = {
-    "no fault": ("", "", ""),
-    "the sink counts twice": ("", "LOWEST)), np.float32(1)", "LOWEST)), np.float32(2)"),
+    "no fault": ("few", "", ""),
     "the sink counts once for every 64 keys": ("few", "* rescale + total", "* rescale + total + rescale"),
-    "the sink of another head": ("", "first_sum(sinks, member)", "first_sum(sinks, head)"),
+    "the sink of another head": ("many", "first_sum(sinks, member)", "first_sum(sinks, head)"),
     "a sink of padding": ("few", "clear_rows(out, lse, no_sinks, last", "clear_rows(out, lse, sinks, last"),
-    "no softcap": ("", "score = softcapped(score, cap)", "score = score"),
+    "no softcap": ("many", "score = softcapped(score, cap)", "score = score"),
     "scores are scaled twice": ("many", "        scale = np.float32(1)", "        scale = scale"),
-    "the slope of another head": ("", "number_of_head(slopes, member)", "number_of_head(slopes, head)"),
-    "lse in base 2": ("", "largest * np.float32(1 / LOG2_E)", "largest"),
-    "an entry is visible one token early": ("chosen", "min(end_key, (block + 1)", "min(end_key + 1, (block + 1)"),
+    "the slope of another head": ("many", "number_of_head(slopes, member)", "number_of_head(slopes, head)"),
     "scales of values of another head": ("int4", "(head + h) * v_scale_head", "head * v_scale_head"),
     "the first scale of values for all": ("int4", "place + column // (2 * LANES)", "place"),
     "even and odd sums are swapped": (
@@ -289,6 +287,6 @@ def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monk
         monkeypatch.setattr(package, module, copy)
     with unnoted():
         for problem in (_FEW, _MANY, _CHOSEN, _INT4, _INT8, _MANY_INT8, _NVFP4, _MANY_NVFP4, _TWO_FORMATS):
-            if problem.name == name or (name == "" and problem in (_FEW, _MANY)):
+            if problem.name == name:
                 arguments = call_of(problem, torch.device("cpu"))
                 assert turns_red(exceeds_no_bound_twice, ATTENTION, arguments) == (fault != "no fault")

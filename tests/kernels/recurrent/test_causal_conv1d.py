@@ -14,8 +14,14 @@ from tests.tolerance import DTYPES
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "options"), [(4, {}), (3, {"activation": None, "bias": None}), (2, {})])
+@pytest.mark.parametrize(
+    ("width", "options", "dtype"),
+    [
+        *((4, {}, dtype) for dtype in DTYPES),
+        (3, {"activation": None, "bias": None}, torch.float32),
+        (2, {}, torch.float32),
+    ],
+)
 def test_matches_reference(width: int, options: dict[str, None], dtype: torch.dtype, device: torch.device) -> None:
     """Scans shorter than the taps keep rows of before."""
     seqs = (*MIXED, Seq(2, start=63, ring=2, snapshot=64))

@@ -55,8 +55,14 @@ CHANNEL_LAYERS = ["channels", "bounded channels", "erasing"]
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layer", CHANNEL_LAYERS)
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        pytest.param(layer, dtype, marks=pytest.mark.thorough if index and layer != "erasing" else ())
+        for layer in CHANNEL_LAYERS
+        for index, dtype in enumerate(DTYPES)
+    ],
+)
 def test_decays_of_channels_match_the_rule(layer: str, dtype: torch.dtype, device: torch.device) -> None:
     sizes = {"key_dim": 24, "value_dim": 8, "key_heads": 1, "value_heads": 2, "dtype": dtype}
     _, name, arguments = make_layer(layer, device, *MIXED, **sizes)

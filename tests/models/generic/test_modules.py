@@ -89,7 +89,13 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.by_cpu
 @pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba)], indirect=True)
-@pytest.mark.parametrize("name", ACCEPTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("bloom", "falcon_40b", "gpt2", "phimoe") else pytest.param(name, marks=pytest.mark.thorough)
+        for name in ACCEPTED
+    ],
+)
 def test_decode_steps_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
     save_checkpoint(ACCEPTED[name], tmp_path)
     recorded, eager = (make(tmp_path, graphs) for graphs in (None, False))

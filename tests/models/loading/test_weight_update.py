@@ -223,7 +223,7 @@ def _prompt_logprobs(executor: LlmExecutor, prompt: Sequence[int]) -> torch.Tens
     return _of_all(executor, prompt)[:-1].log_softmax(-1).gather(1, following)[:, 0]
 
 
-@pytest.mark.parametrize("is_engines", [True, False])
+@pytest.mark.parametrize("is_engines", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_no_result_mixes_weights(is_engines: bool, llama_folder: Path, tmp_path: Path) -> None:
     """Prompts' log probabilities and hidden states, at every moment after an update at any step, by the engine or by
     another caller while all requests wait."""

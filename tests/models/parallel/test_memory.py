@@ -45,7 +45,11 @@ def _is_little(folder: Path, share: Share, beside: int = 0) -> bool:
     return allocations.most <= held + 2 * largest + beside
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *EIGHT_BIT])
+def _thorough_but(fast: set[str], names: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.thorough) for name in names]
+
+
+@pytest.mark.parametrize("name", _thorough_but({"gpt_oss", "fp8 static"}, [*PLAIN, *EIGHT_BIT]))
 def test_a_part_and_one_tensor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_file, "_PIECE_BYTES", 1)
     folder = _checkpoint(name, tmp_path)
@@ -64,11 +68,11 @@ def test_a_part_and_one_tensor(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [*((name, Share(1, 2)) for name in (*MUCH, *LITTLE)), *((name, Share()) for name in ORDERED)]
+    "name",
+    _thorough_but({"pack-quantized zeros, rows", "gptq zeros, order", "modelopt NVFP4"}, [*MUCH, *LITTLE, *ORDERED]),
 )
-def test_codes_are_unpacked_a_few_at_once(
-    name: str, share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_are_unpacked_a_few_at_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    share = Share() if name in ORDERED else Share(1, 2)
     folder = _checkpoint(name, tmp_path)
     few = CODE_BYTES * FP8_BLOCK * PACKABLE["wide"].intermediate_size // share.size
     assert name in LITTLE or not _is_little(folder, share, few)
