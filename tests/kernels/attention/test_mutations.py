@@ -253,7 +253,7 @@ NUMBA_MUTATIONS = {
     "scores are scaled twice": ("many", "        scale = np.float32(1)", "        scale = scale"),
     "the slope of another head": ("many", "number_of_head(slopes, member)", "number_of_head(slopes, head)"),
     "scales of values of another head": ("int4", "(head + h) * v_scale_head", "head * v_scale_head"),
-    "the first scale of values for all": ("int4", "place + column // (2 * LANES)", "place"),
+    "the first scale of values for all": ("int4", "place + column // NUMBERS * num_scales", "place"),
     "even and odd sums are swapped": (
         "int4",
         "+ 2 * i, sums[start + chunk + i]",
