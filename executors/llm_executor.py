@@ -106,8 +106,9 @@ class LlmExecutor(UnifiedExecutor):
             progress: whether to show progress bars of loading and packing, on a terminal with tqdm installed.
             options: fields of `LoadOptions`: device, dtype, num_blocks, block_size, max_seq_len, num_swap_blocks,
                 host_cache_bytes, cache_folder, cache_folder_bytes, enable_prefix_cache, max_pinned_fraction,
-                kv_cache_dtype, kv_cache_keep_layers, max_loras, max_lora_rank, cuda_graphs, draft, quantization,
-                num_state_slots, state_dtype, snapshot_interval, max_drafts, model_impl, trust_remote_code.
+                kv_cache_dtype, kv_cache_keep_layers, kv_cache_rotation, max_loras, max_lora_rank, cuda_graphs, draft,
+                quantization, num_state_slots, state_dtype, snapshot_interval, max_drafts, model_impl,
+                trust_remote_code.
 
         Raises:
             CheckpointError: files are missing or malformed, or the Hub lacks the model.

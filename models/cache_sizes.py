@@ -10,12 +10,14 @@ import torch
 from paged.cache.groups import DEFAULT_RING, CacheGroup, ConvSpec, RecurrentSpec
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
-from paged.errors import InvalidInputError
+from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.models.generic.config import ModuleConfig
 from paged.models.layers.compressed_cache import compressed_groups, has_records, num_cache_layers, whole_pools
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
+from paged.models.layers.head_rotation import KEYS_AND_VALUES, OPTION, check_layer, rotation_name, values_error
 from paged.models.layers.recurrent_config import EngramConfig, NgramConfig, RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
 from paged.models.parallel.ranks import Ranks
@@ -163,6 +165,25 @@ def check_cache_dtypes(
             raise InvalidInputError(f"kv_cache_dtype: {cache_dtype}, expected {expected}{note}")
 
 
+def check_rotation(config: DecoderConfig, rotation: str | None) -> None:
+    """Raise unless heads of all layers can be rotated. rotation: as `kv_cache_rotation` in `LoadOptions`.
+
+    Raises:
+        InvalidInputError: as `check_layer`.
+        UnsupportedError: as `check_layer`; or values shall be rotated, but weights are packed; or the model is
+            transformers' own module.
+    """
+    if rotation is None:
+        return
+    if isinstance(config, ModuleConfig):
+        raise UnsupportedError(f"{OPTION}: {rotation!r}, expected None for transformers' own module")
+    if rotation == KEYS_AND_VALUES and config.quantization is not None:
+        raise values_error(rotation, "weights are packed")
+    for index, layer in enumerate(config.attention):
+        if config.attends[index]:
+            check_layer(f"layer {index}", layer, rotation)
+
+
 def cache_formats(
     dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype], kept_layers: tuple[int, ...]
 ) -> dict[str, Any]:
@@ -220,6 +241,7 @@ def sized_cache_config(
         cache_folder=load_options.cache_folder,
         cache_folder_bytes=load_options.cache_folder_bytes,
         max_pinned_fraction=load_options.max_pinned_fraction,
+        rotation=rotation_name(load_options.kv_cache_rotation),
     )
     state_bytes = 0
     if cache.recurrent is not None:

@@ -75,13 +75,14 @@ def load_network(
     ranks: Ranks,
     track: Track = untracked,
     draft_prefix: str | None = None,
+    kv_rotation: str | None = None,
 ) -> Network:
     """Load a network with the weights of a folder, or of given tensors; with several ranks, this rank's part.
 
     Headers are compared with the configuration first, so that wrong sizes allocate no memory. Tensors whose names begin
     with `draft_prefix` are left to the draft head.
 
-    cache_kinds: of keys and values; None without a cache.
+    cache_kinds: of keys and values; None without a cache. kv_rotation: as `kv_cache_rotation` in `LoadOptions`.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, stored twice, or has another shape or dtype; or a file is
@@ -108,6 +109,7 @@ def load_network(
     if network is not full_network:
         network.num_weights = num_weights(full_network)
     load_weights(stored, network.destinations(), parts, track, ranks.tick)
+    network.rotate_kv(kv_rotation)
     if cache_kinds is not None and any(kind.takes_scales for kind in cache_kinds):
         num_kv_heads = [attention.num_kv_heads for attention in config.attention]
         scales = load_kv_scales(kv_scales, num_kv_heads, _filled_caches(config), device)

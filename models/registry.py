@@ -18,7 +18,7 @@ from paged.folder_path import as_folder
 from paged.kernels.core.device import use_triton
 from paged.kernels.core.dtypes import kv_kind
 from paged.kernels.core.errors import shown
-from paged.models.cache_sizes import check_cache_dtypes, sized_cache_config
+from paged.models.cache_sizes import check_cache_dtypes, check_rotation, sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.axk2 import AXK2
 from paged.models.families.cohere import COHERE
@@ -44,6 +44,7 @@ from paged.models.families.rwkv import RWKV
 from paged.models.families.sigmoid_experts import SIGMOID_EXPERTS, SIGMOID_PARTS
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.config import DecoderConfig
+from paged.models.layers.head_rotation import KEYS, check_layer
 from paged.models.layers.rope import rope_frequencies
 from paged.models.loading.files_read import FilesRead, noting_reads
 from paged.models.loading.hf_config import HfConfig
@@ -208,10 +209,13 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
                 ranks=ranks,
                 track=track,
                 draft_prefix=draft_prefix,
+                kv_rotation=load_options.kv_cache_rotation,
             )
             network.read_folder(folder)
     if load_options.draft is not None:
         network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, device, track)
+        if load_options.kv_cache_rotation is not None:
+            check_layer("the draft head", network.draft_head.attention, KEYS)
     kv_config = sized_cache_config(_with_draft_layer(network), dtype, cache_dtypes, max_seq_len, load_options, ranks)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
@@ -239,6 +243,7 @@ def _check_options(
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
     check_cache_dtypes(config, load_options.dtype or config.dtype, cache_dtypes)
+    check_rotation(config, load_options.kv_cache_rotation)
     if load_options.draft is not None and ranks.size > 1:
         raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")
     if load_options.draft is not None and isinstance(config, ModuleConfig):

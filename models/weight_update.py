@@ -54,6 +54,7 @@ def read_new_weights(model: PagedCausalLM, source: Source, *, check_finite: bool
         device=torch.device("cpu"),
         cache_kinds=None,
         ranks=model.ranks,
+        kv_rotation=old.kv_rotation,
     )
     # The same weights may be stored in another layout.
     new_config, old_config = with_stored_layout(new.config, {}), with_stored_layout(old.config, {})

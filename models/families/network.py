@@ -27,6 +27,7 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
+from paged.models.layers.head_rotation import KEYS_AND_VALUES
 from paged.models.layers.hyper_connection import HyperConnection
 from paged.models.layers.indexer import PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
@@ -273,6 +274,7 @@ class Network(nn.Module):
         renames: patterns in tensor names of a checkpoint, and their replacements.
         layer_class: class of the decoder layers.
         draft_head: the loaded multi-token or EAGLE-3 head; None for no head.
+        kv_rotation: rotation of heads in the cache, as `kv_cache_rotation` in `LoadOptions`.
         uses_numba: whether the network was packed for a CPU with numba, and runs numba kernels.
     """
 
@@ -280,6 +282,7 @@ class Network(nn.Module):
     ranks = Ranks()
     renames: Mapping[str, str] = MappingProxyType({})
     layer_class: type[DecoderLayer] = DecoderLayer
+    kv_rotation: str | None = None
     uses_numba = False
 
     def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
@@ -354,6 +357,8 @@ class Network(nn.Module):
             caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
             layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
             attention = layer.self_attn
+            if self.kv_rotation is not None and isinstance(attention, Attention):
+                attention.rotate_keys(self.embed_tokens.device)
             if isinstance(attention, CompressedAttention):
                 pools.give(attention, index)
                 continue
@@ -374,6 +379,14 @@ class Network(nn.Module):
         share_bound(self)
         # Round the factor to the weights' dtype, as training did: Gemma 3 in bfloat16 has 34 instead of 33.94.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
+
+    def rotate_kv(self, rotation: str | None) -> None:
+        """Choose the rotation of heads in the cache, and fold that of values into the loaded weights."""
+        self.kv_rotation = rotation
+        if rotation == KEYS_AND_VALUES:
+            for layer in self.layers:
+                if isinstance(layer.self_attn, Attention):
+                    layer.self_attn.rotate_values()
 
     def rotations(self) -> list[tuple[RopeConfig | None, int]]:
         """Return each layer's rotation and the elements of a head that it rotates; the draft head's come last."""

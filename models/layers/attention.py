@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,10 +20,14 @@ from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import AxesRotation, HeadGate, HeadsOption, heads_options
 from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
+from paged.models.layers.head_rotation import hadamard_signs, rotated
 from paged.models.layers.indexer import BlockIndexer
 from paged.models.layers.mean_indexer import MeanIndexer
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
+
+if TYPE_CHECKING:
+    from paged.models.lora.checkpoint import LowRank
 
 
 class HeldCaches:
@@ -71,6 +76,7 @@ class Attention(nn.Module):
         head_weights: weights of the norms of query and key heads; None for no norm.
         axes: rotation by several positions of a token; None for one position.
         query_factors: float32 [positions, 1, 1], factors for queries by position; None for no factors.
+        hadamard_signs: of rotated queries and keys, see `models/layers/head_rotation.py`; None for no such rotation.
     """
 
     k_cache: torch.Tensor
@@ -84,6 +90,7 @@ class Attention(nn.Module):
     head_weights: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
     axes: AxesRotation | None = None
     query_factors: torch.Tensor | None = None
+    hadamard_signs: torch.Tensor | None = None
     paged_attention: Callable[..., Any]
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
@@ -137,6 +144,36 @@ class Attention(nn.Module):
         if layer.query_growth is not None:
             self.query_factors = layer.query_growth.factors(len(cos_sin_cache), device)
 
+    def rotate_keys(self, device: torch.device) -> None:
+        """Rotate queries and keys of all later steps."""
+        self.hadamard_signs = hadamard_signs(self.config.head_dim, device)
+
+    @torch.no_grad()
+    def rotate_values(self) -> None:
+        """Fold the rotation of values into plain weights: rows of values, and columns of the output."""
+        layer = self.config
+        num_rows = layer.num_kv_heads * layer.v_head_dim  # the last rows of the projection are values
+        v_weight = self.qkv_proj.weight[-num_rows:]
+        v_weight.copy_(rotated(v_weight.T, layer.v_head_dim).T)
+        if self.qkv_proj.bias is not None:
+            v_bias = self.qkv_proj.bias[-num_rows:]
+            v_bias.copy_(rotated(v_bias, layer.v_head_dim))
+        self.o_proj.weight.copy_(rotated(self.o_proj.weight, layer.v_head_dim))
+
+    def rotate_adapter(self, changes: dict[tuple[Linear, int], LowRank]) -> None:
+        """Fold the rotation of values into an adapter's changes of parts of projections, as `rotate_values`."""
+        layer = self.config
+        num_rows = layer.num_kv_heads * layer.v_head_dim
+        v_part = self.qkv_proj, len(self.qkv_proj.parts) - 1
+        if v_part in changes:
+            before, rows = changes[v_part].b[:-num_rows], changes[v_part].b[-num_rows:]  # rows: [Hkv * Dv, rank]
+            b = torch.cat([before, rotated(rows.T, layer.v_head_dim).T])
+            changes[v_part] = replace(changes[v_part], b=b)
+        o_part = self.o_proj, 0
+        if o_part in changes:
+            a = rotated(changes[o_part].a, layer.v_head_dim)  # [rank, Hq * Dv]
+            changes[o_part] = replace(changes[o_part], a=a)
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -188,6 +225,7 @@ class Attention(nn.Module):
             v_scale=self.v_scale,
             k_table_scale=self.k_table_scale,
             v_table_scale=self.v_table_scale,
+            hadamard_signs=self.hadamard_signs,
         )  # [T, Hq, D]
         chosen_blocks: torch.Tensor | None = None
         if self.indexer is not None:

@@ -24,6 +24,7 @@ _MAX_GRAPHS = 1024
 _MAX_DRAFTS = 63
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KV_ROTATIONS = ("hadamard", "hadamard_keys")
 # Name -> KV cache dtype, for dtypes other than the weights'.
 KV_CACHE_DTYPES = {name: dtype for dtype, kind in KV_KINDS.items() for name in kind.spellings}
 
@@ -118,6 +119,19 @@ def as_graphs(name: str, value: object) -> bool | tuple[int, ...] | None:
     return tuple(_as_size(name, size) for size in as_token_ids(name, value, max_length=_MAX_GRAPHS))
 
 
+def as_rotation(name: str, value: object) -> str | None:
+    """Return "hadamard", "hadamard_keys" or None for None and "none".
+
+    Raises:
+        InvalidInputError: the value is something else.
+    """
+    if value is None or value == "none":
+        return None
+    if value not in KV_ROTATIONS:
+        raise InvalidInputError(f"{name}: {shown(value)}, expected {', '.join(KV_ROTATIONS)}, 'none' or None")
+    return str(value)
+
+
 _as_size = partial(as_int, low=1, high=_LARGEST)
 
 
@@ -192,6 +206,9 @@ class LoadOptions:
             for each head and token (fp8_per_token_head likewise), int4 with a scale for 32 numbers of a head, or nvfp4
             with one for 16. Latents take float8_e4m3fn alone. "int8,int4" is int8 for keys and int4 for values.
         kv_cache_keep_layers: indices of layers whose K/V keep the dtype of the weights, such as (0, 1) or "0,1".
+        kv_cache_rotation: rotation of heads before they are cached, with which int4 and int8 lose less if some channels
+            are large: "hadamard" for keys and values, "hadamard_keys" for keys alone, None for none. Values are rotated
+            by the weights around attention, so these must be plain.
         max_loras: number of adapters that can be loaded at once.
         max_lora_rank: largest rank of an adapter. The first adapter of a layer allocates memory for max_loras of this
             rank.
@@ -235,6 +252,7 @@ class LoadOptions:
     max_pinned_fraction: float = 0.0
     kv_cache_dtype: CacheDtype = None
     kv_cache_keep_layers: tuple[int, ...] = ()
+    kv_cache_rotation: str | None = None
     max_loras: int = 8
     max_lora_rank: int = 64
     cuda_graphs: bool | tuple[int, ...] | None = None
@@ -266,6 +284,7 @@ _CONVERSIONS: dict[str, Callable[[str, Any], object]] = {
     "max_pinned_fraction": partial(as_float, low=0.0, high=1.0),
     "kv_cache_dtype": as_cache_dtype,
     "kv_cache_keep_layers": as_layers,
+    "kv_cache_rotation": as_rotation,
     "max_loras": _as_size,
     "max_lora_rank": _as_size,
     "cuda_graphs": as_graphs,

@@ -21,7 +21,9 @@ from paged.kernels.core.errors import shown
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
 from paged.models.families.network import Network
+from paged.models.layers.attention import Attention
 from paged.models.layers.decoder import Linear
+from paged.models.layers.head_rotation import KEYS_AND_VALUES
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
 from paged.seq_id import SeqId
 from paged.step.staging import to_device
@@ -106,6 +108,10 @@ class LoraAdapters:
             for key, change in changes.items():
                 changes_of_parts[linears[key]] = change
                 num_elements += change.a.numel() + change.b.numel()
+            if self._network.kv_rotation == KEYS_AND_VALUES:
+                for layer in self._network.layers:
+                    if isinstance(layer.self_attn, Attention):
+                        layer.self_attn.rotate_adapter(changes_of_parts)
             with torch.no_grad():
                 self._write(index, changes_of_parts)
             self._forget_prefixes(name)

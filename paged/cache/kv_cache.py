@@ -69,6 +69,7 @@ class PagedKvCacheConfig:
             float16, bfloat16 and the dtypes of `KV_KINDS`, of which some have scales for each token and head,
             separately for keys and values.
         v_dtype: dtype of V; None for `dtype`. Not for latents, nor beside entries of pools.
+        rotation: name of a rotation that heads pass before they are written; caches with other names share no files.
         kept_layers: layers whose K and V have `kept_dtype` instead, with the same limits.
         device: None for CUDA if there is one, else the CPU, as models do.
         enable_prefix_cache: whether full blocks are published and shared.
@@ -126,6 +127,7 @@ class PagedKvCacheConfig:
     v_dtype: torch.dtype | None = None
     kept_layers: Sequence[int] = ()
     kept_dtype: torch.dtype | None = None
+    rotation: str | None = None
     tables: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     own_groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     has_canaries: bool = field(init=False, repr=False, compare=False)

@@ -18,6 +18,7 @@ from paged.models.cache_sizes import (
     cache_config,
     cache_formats,
     check_cache_dtypes,
+    check_rotation,
     default_slots_bytes,
     in_whole_pools,
 )
@@ -59,12 +60,14 @@ def summarize(
     dtype: torch.dtype | None = None,
     kv_cache_dtype: CacheDtype = None,
     kept_layers: tuple[int, ...] = (),
+    kv_rotation: str | None = None,
     state_dtype: torch.dtype = torch.float32,
     block_size: int = 16,
     spreads: Sequence[Share] = (),
 ) -> dict[str, Any]:
     """Describe a folder in Hugging Face layout; an unsupported model is described as far as possible.
 
+    kv_rotation: rotation of heads, see `check_rotation`.
     spreads: configurations of one rank, for each way to distribute the model.
 
     Returns these values by name, None if unknown:
@@ -145,6 +148,7 @@ def summarize(
             dtype = config.dtype
         cache_dtypes = keys_and_values(kv_cache_dtype, dtype)
         check_cache_dtypes(config, dtype, cache_dtypes)
+        check_rotation(config, kv_rotation)
         formats = cache_formats(dtype, cache_dtypes, kept_layers)
         summary["block_size"] = block_size = in_whole_pools(config, block_size)
         needs = partial(_needs, network_class, config, dtype, formats, state_dtype, block_size, device_bytes)

@@ -86,6 +86,12 @@ def add_checkpoint_arguments(parser: argparse.ArgumentParser) -> None:
         help="layers whose keys and values keep the dtype of the weights, such as 0,1",
     )
     parser.add_argument(
+        "--kv-cache-rotation",
+        choices=["hadamard", "hadamard_keys", "none"],
+        default="none",
+        help="rotate heads before they are cached, which helps int8 and int4: keys and values, or keys alone",
+    )
+    parser.add_argument(
         "--state-dtype",
         choices=["float32", "bfloat16", "int8"],
         default="float32",
@@ -383,7 +389,7 @@ def _executor(folder: Path, args: argparse.Namespace, head: str | None = None, *
     from paged.executors.llm_executor import LlmExecutor
 
     names = "device dtype num_blocks block_size max_seq_len num_swap_blocks kv_cache_dtype state_dtype max_lora_rank"
-    options = {name: getattr(args, name) for name in [*names.split(), "kv_cache_keep_layers"]}
+    options = {name: getattr(args, name) for name in [*names.split(), "kv_cache_keep_layers", "kv_cache_rotation"]}
     options |= tiers
     return LlmExecutor.from_pretrained(folder, **options, draft=head, max_loras=max(len(args.lora), args.max_loras))
 

@@ -92,7 +92,14 @@ def run(args: argparse.Namespace) -> int:
         return _draw(args)
     from paged.kernels.attention.tiles import default_block_size
     from paged.kernels.core.device import device_of
-    from paged.models.loading.load_options import as_cache_dtype, as_device, as_dtype, as_layers, as_state_dtype
+    from paged.models.loading.load_options import (
+        as_cache_dtype,
+        as_device,
+        as_dtype,
+        as_layers,
+        as_rotation,
+        as_state_dtype,
+    )
     from paged.models.parallel.ranks import ParallelConfig
     from paged.models.parallel.share import Share
     from paged.serving.command_line.checkpoint_summary import summarize
@@ -117,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=dtype,
         kv_cache_dtype=cache_dtype,
         kept_layers=as_layers("--kv-cache-keep-layers", args.kv_cache_keep_layers),
+        kv_rotation=as_rotation("--kv-cache-rotation", args.kv_cache_rotation),
         state_dtype=as_state_dtype("--state-dtype", args.state_dtype),
         block_size=block_size,
         spreads=spreads,

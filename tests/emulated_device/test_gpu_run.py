@@ -29,7 +29,7 @@ def test_a_hang_and_a_lost_context_take_one_case_each(tmp_path: Path, monkeypatc
     rows = {row["name"] for row in results["rows"]}
     assert rows == {
         *("rms_norm", "gated_rms_norm", "mla_norm_rope_and_cache.unrotated"),
-        *("qk_norm_rope_and_cache", "qk_norm_rope_and_cache.fp8"),
+        *("qk_norm_rope_and_cache", "qk_norm_rope_and_cache.fp8", "qk_norm_rope_and_cache.hadamard"),
     }
     assert results["refused"].keys() == faults.keys()
     assert results["refused"]["fused_add_rms_norm"].startswith("it hung at threading.py:")

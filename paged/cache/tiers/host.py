@@ -53,6 +53,8 @@ class HostTier:
             layout["kept_layers"] = config.kept_layers
         if shape.kind.has_scales:
             layout["scales"] = "by head"
+        if config.rotation is not None:
+            layout["rotation"] = config.rotation
         if config.has_canaries:
             layout["canaries"] = True
         if self._tensors.own:

@@ -156,6 +156,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "max_pinned_fraction": {"max_pinned_fraction": 0.5},
     "kv_cache_dtype": {"kv_cache_dtype": "int8"},
     "kv_cache_keep_layers": {"kv_cache_dtype": "int8", "kv_cache_keep_layers": "0"},
+    "kv_cache_rotation": {"kv_cache_rotation": "hadamard_keys"},
     "max_loras": {"max_loras": 2},
     "max_lora_rank": {"max_lora_rank": 8},
     "cuda_graphs": {"cuda_graphs": False},

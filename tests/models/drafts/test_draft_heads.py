@@ -53,20 +53,21 @@ def drafts_after(
 
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    ("kv_cache_dtype", "tolerance"),
+    ("kv_cache_dtype", "rotation", "tolerance"),
     [
-        ("auto", 1e-4),
-        pytest.param("int8", 0.4, marks=pytest.mark.thorough),  # rounding K and V moves these logits by 0.13
-        pytest.param("int8,nvfp4", 3.0, marks=pytest.mark.thorough),  # by 0.8 and 1.3
+        ("auto", None, 1e-4),
+        pytest.param("auto", "hadamard", 1e-4, marks=pytest.mark.thorough),
+        pytest.param("int8", None, 0.4, marks=pytest.mark.thorough),  # rounding K and V moves these logits by 0.13
+        pytest.param("int8,nvfp4", None, 3.0, marks=pytest.mark.thorough),  # by 0.8 and 1.3
     ],
 )
-def test_logits(kind: str, kv_cache_dtype: str, tolerance: float, tmp_path: Path) -> None:
+def test_logits(kind: str, kv_cache_dtype: str, rotation: str | None, tolerance: float, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     save_head(kind, tmp_path)
     prompt, newest = torch.randint(2, 469, (30,), generator=torch.Generator().manual_seed(1)).tolist(), 17
     where = (tmp_path, "mtp") if kind == "mtp" else (RECALL, tmp_path)
-    found = drafts_after(*where, prompt, newest, 4, kv_cache_dtype=kv_cache_dtype)
+    found = drafts_after(*where, prompt, newest, 4, kv_cache_dtype=kv_cache_dtype, kv_cache_rotation=rotation)
     weights = load_file(tmp_path / "model.safetensors")
     target = AutoModelForCausalLM.from_pretrained(RECALL, attn_implementation="eager")
     features, _ = target_states(target, torch.tensor([prompt]), kind, weights)
