@@ -189,8 +189,8 @@ def draw_blocks(
             for head in range(num_kv_heads):
                 blocks = torch.randperm(num_blocks)
                 if (row + head) % 2 == 0 and num_blocks:
-                    own = max(position, 0) // block_size
-                    blocks = torch.cat([torch.tensor([own]), blocks[blocks != own]])
+                    own_block = max(position, 0) // block_size
+                    blocks = torch.cat([torch.tensor([own_block]), blocks[blocks != own_block]])
                 if row % 5 == 4:
                     blocks = torch.cat([blocks[:1], blocks])
                 blocks = blocks[: max(count - 1, 1)]
@@ -212,9 +212,9 @@ def draw_similar_blocks(
     for q_len, seq_len in lengths:
         ranks = torch.rand(num_kv_heads, math.ceil(seq_len / block_size))
         for position in range(seq_len - q_len, seq_len):
-            own = position // block_size
-            chosen[row, :, 0] = own
-            best = ranks[:, :own].topk(min(count - 1, own)).indices  # [Hkv, k - 1]
+            own_block = position // block_size
+            chosen[row, :, 0] = own_block
+            best = ranks[:, :own_block].topk(min(count - 1, own_block)).indices  # [Hkv, k - 1]
             chosen[row, :, 1 : best.shape[1] + 1] = best
             is_replaced = torch.rand(best.shape) >= kept
             ranks.scatter_(1, best, ranks.gather(1, best) * ~is_replaced)

@@ -200,7 +200,7 @@ def _follow(
         states.append(state_error)
         if (row.start + index) % CHUNK_SIZE == 0:
             chunk = []
-        chunk = [(key, entry, rest * decay) for key, entry, rest in chunk]
+        chunk = [(key, entry, remaining * decay) for key, entry, remaining in chunk]
         chunk += [(key, new, torch.ones_like(decay)) for key, new, _ in updates]
         keys, entries, rests = (torch.stack(part) for part in zip(*chunk, strict=True))
         terms = keys * q * rests  # [n, HV, K]

@@ -112,8 +112,8 @@ class Card:
         """The operation itself, even if `paged` has another function in its place."""
         if self.function is not None:
             return self.function
-        own: Callable[..., Any] = getattr(importlib.import_module(paged._MODULE_OF[self.name]), self.name)
-        return own
+        function: Callable[..., Any] = getattr(importlib.import_module(paged._MODULE_OF[self.name]), self.name)
+        return function
 
     @property
     def signature(self) -> inspect.Signature:

@@ -131,8 +131,8 @@ def _cost(_: Card, arguments: Arguments) -> Cost:
     slots = _closed(arguments)
     num_rows = arguments["pool_size"] * len(slots)
     row, entry = arguments["row_cache"][0, 0], arguments["entry_cache"][0, 0]
-    others = [value for name, value in arguments.items() if isinstance(value, torch.Tensor) and "cache" not in name]
-    return Cost(2 * num_rows * row.numel(), num_rows * row.nbytes + len(slots) * entry.nbytes + num_bytes(*others))
+    inputs = [value for name, value in arguments.items() if isinstance(value, torch.Tensor) and "cache" not in name]
+    return Cost(2 * num_rows * row.numel(), num_rows * row.nbytes + len(slots) * entry.nbytes + num_bytes(*inputs))
 
 
 CARDS = (

@@ -190,8 +190,8 @@ def _split_register(code: BlockCode, i: Instruction, kind: str) -> None:
     """Move the parts of a register to registers of their own."""
     names = i.names(0)
     part = f"u{int(kind[1]) // len(names)}"
-    whole = code.array(i.name(1), f"u{kind[1:]}")
-    parts = code.assign(f"np.ascontiguousarray({whole}).view({part}).reshape(-1, {len(names)})")
+    register = code.array(i.name(1), f"u{kind[1:]}")
+    parts = code.assign(f"np.ascontiguousarray({register}).view({part}).reshape(-1, {len(names)})")
     for place, name in enumerate(names):
         code.write(i, name, part, f"np.ascontiguousarray({parts}[:, {place}])")
 

@@ -164,8 +164,8 @@ class BlockCode:
         """Return expressions of which at least one is an array."""
         if any(map(self.is_array, operands)):
             return [self.value(operand, kind) for operand in operands]
-        first, *others = operands
-        return [self.array(first, kind), *(self.value(operand, kind) for operand in others)]
+        first, *later = operands
+        return [self.array(first, kind), *(self.value(operand, kind) for operand in later)]
 
     # Results
 

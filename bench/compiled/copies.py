@@ -89,10 +89,10 @@ class AsyncCopies:
             num_later += group.waiting
             remaining = []
             for copies in group.copies:
-                done, rest = copies.split(is_done[copies.threads])
+                done, pending = copies.split(is_done[copies.threads])
                 self._complete(done)
-                if len(rest.threads):
-                    remaining.append(rest)
+                if len(pending.threads):
+                    remaining.append(pending)
             group.copies = remaining
             group.waiting &= ~is_done
         self._groups = [group for group in self._groups if group.waiting.any()]

@@ -111,15 +111,15 @@ class Launcher:
             if ["tt.divisibility", 16] in [list(attribute) for attribute in attributes]:
                 self.aligned.add(path[0])
 
-    def __call__(self, x: int, y: int, z: int, _stream: int, translation: Translation, *rest: Any) -> None:
-        """Launch on a grid of x * y * z CTAs. rest: three values that Triton passes on, two hooks and the arguments."""
+    def __call__(self, x: int, y: int, z: int, _stream: int, translation: Translation, *extra: Any) -> None:
+        """Launch on a grid of x * y * z CTAs. extra: three values that Triton passes on, two hooks, the arguments."""
         grid = (x, y, z)
         if any(size > limit for size, limit in zip(grid, _GRID_LIMITS, strict=True)):
             self._fault("grid beyond CUDA's limits", f"{grid}")
             return
         if 0 in grid:
             return
-        arguments = self._arguments(rest[-len(self.signature) :], x * y * z)
+        arguments = self._arguments(extra[-len(self.signature) :], x * y * z)
         params, maps = self._params(translation, arguments.values)
         if translation.kernel.num_threads != 32 * self.metadata.num_warps:
             raise NotModelledError(f"{self.name}: {translation.kernel.num_threads} threads")

@@ -66,9 +66,9 @@ def _descriptor(delta: int) -> Change:
     """Return a change of wgmma's last descriptor, in a scope with a register of its own."""
 
     def change(match: re.Match[str]) -> str:
-        head, middle, descriptor, rest = match.groups()
+        head, middle, descriptor, end = match.groups()
         scope = "{ .reg .b64 %planted; " + f"add.s64 %planted, {descriptor}, {delta}; "
-        return f"{scope}{head}{middle}%planted{rest} }}"
+        return f"{scope}{head}{middle}%planted{end} }}"
 
     return change
 

@@ -148,8 +148,8 @@ class WarpgroupProducts:
         groups = active.reshape(-1, _GROUP_SIZE)
         if (groups.any(1) != groups.all(1)).any():
             raise StoppedError("part of a warpgroup in wgmma", "")
-        for others in self._pending:
-            if others != registers and set(others) & set(registers):
+        for pending in self._pending:
+            if pending != registers and set(pending) & set(registers):
                 raise NotModelledError("accumulators of two instructions in flight that overlap in part")
         before, group_before = np.stack(held, 1), np.zeros(self.threads.total, np.int64)
         if registers in self._pending:

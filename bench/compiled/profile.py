@@ -74,8 +74,8 @@ def profiles(card: Card, row: Row, device: CompiledDevice) -> Iterator[Profile]:
 
 
 def _profile(case: str, kernel: str, counters: Counters, of_case: list[Counters], cost: Cost) -> Profile:
-    sectors = sum(_total(each.loads.values()).fetched + _total(each.stores.values()).taken for each in of_case)
-    num_flops = sum(each.flops for each in of_case)
+    sectors = sum(_total(part.loads.values()).fetched + _total(part.stores.values()).taken for part in of_case)
+    num_flops = sum(part.flops for part in of_case)
     conflicts = {}
     for kind, by_line in (("load", counters.loads), ("store", counters.stores), ("bank", counters.shared)):
         for line, requests in by_line.items():
@@ -101,16 +101,16 @@ def _profile(case: str, kernel: str, counters: Counters, of_case: list[Counters]
 
 def _total(requests: Iterable[Requests]) -> Requests:
     total = Requests()
-    for each in requests:
-        total.add(each.count, each.taken, each.least)
-        total.fetched += each.fetched
-        total.needed += each.needed
+    for request in requests:
+        total.add(request.count, request.taken, request.least)
+        total.fetched += request.fetched
+        total.needed += request.needed
     return total
 
 
 def run(cases: Iterable[tuple[Card, Row]], arch: str, write: Callable[[str], object]) -> list[Profile]:
     """Print and return the profiles of cases; below a kernel stand the lines that exceed the least by a tenth."""
-    found = []
+    all_profiles = []
     write(HEAD)
     with CompiledDevice(arch, counts=True) as device:
         for card, row in cases:
@@ -121,7 +121,7 @@ def run(cases: Iterable[tuple[Card, Row]], arch: str, write: Callable[[str], obj
                 continue
             for profile in of_case:
                 write(profile.line())
-                for line, ratio in sorted(profile.lines.items(), key=lambda each: -each[1])[:4]:
+                for line, ratio in sorted(profile.lines.items(), key=lambda pair: -pair[1])[:4]:
                     write(f"    {ratio:6.2f}  {line}")
-            found += of_case
-    return found
+            all_profiles += of_case
+    return all_profiles

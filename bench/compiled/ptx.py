@@ -159,9 +159,9 @@ class _Reader:
             if location := _LOCATION.match(line):
                 self._set_source(location, line)
                 continue
-            rest = line.partition("//")[0].strip()
-            while rest and not self._is_over:
-                rest = self._read_next(rest, number)
+            text = line.partition("//")[0].strip()
+            while text and not self._is_over:
+                text = self._read_next(text, number)
         if not self.blocks[-1].instructions and self.blocks[-1].index not in self.labels.values():
             self.blocks.pop()
 
@@ -170,24 +170,24 @@ class _Reader:
         file = self.files.get(location[1], location[1]).rpartition("/")[2]
         self._source = comment.strip() or f"{file}:{location[2]}"
 
-    def _read_next(self, rest: str, line: int) -> str:
+    def _read_next(self, text: str, line: int) -> str:
         """Read a brace, a label or a statement, and return what follows it on the line."""
-        if rest[0] == "{":
+        if text[0] == "{":
             self._num_scopes += 1
             self._scopes.append({})
-            return rest[1:].strip()
-        if rest[0] == "}":
+            return text[1:].strip()
+        if text[0] == "}":
             if self._scopes:
                 self._scopes.pop()
             else:
                 self._is_over = True
-            return rest[1:].strip()
-        if label := _LABEL.match(rest):
+            return text[1:].strip()
+        if label := _LABEL.match(text):
             self._add_label(label[1])
-            return rest[label.end() :]
-        statement, _, rest = rest.partition(";")
+            return text[label.end() :]
+        statement, _, text = text.partition(";")
         self._read_statement(statement.strip(), line)
-        return rest.strip()
+        return text.strip()
 
     def _add_label(self, name: str) -> None:
         if name.startswith(_DEBUG_LABELS):

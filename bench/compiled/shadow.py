@@ -58,11 +58,11 @@ class CtaOrder:
                 return True
         return False
 
-    def unordered(self, others: Array, times: Array) -> Array:
+    def unordered(self, earlier: Array, times: Array) -> Array:
         """Return for each pair of accesses whether nothing orders them."""
-        pairs = zip(others.tolist(), times.tolist(), strict=True)
+        pairs = zip(earlier.tolist(), times.tolist(), strict=True)
         known: dict[tuple[int, int], bool] = {}
-        result = np.zeros(len(others), bool)
+        result = np.zeros(len(earlier), bool)
         for index, pair in enumerate(pairs):
             if pair not in known:
                 known[pair] = not self._is_ordered(*pair)
@@ -179,11 +179,11 @@ class Shadow:
         if not is_other.any():
             return
         rows, columns = np.nonzero(is_other)
-        others, ours = before[rows, columns], np.broadcast_to(times, before.shape)[rows, columns]
-        is_race = self.order.unordered(others, ours)
+        earlier, ours = before[rows, columns], np.broadcast_to(times, before.shape)[rows, columns]
+        is_race = self.order.unordered(earlier, ours)
         if is_race.any():
             first = int(np.flatnonzero(is_race)[0])
-            pair = f"CTA {int(ours[first]) >> CTA_SHIFT} after CTA {int(others[first]) >> CTA_SHIFT}"
+            pair = f"CTA {int(ours[first]) >> CTA_SHIFT} after CTA {int(earlier[first]) >> CTA_SHIFT}"
             say(f"race between CTAs: {kind}", pair, int(is_race.sum()))
 
 

@@ -82,7 +82,9 @@ class Candidate:
             raise
         parameters = self.card.signature.parameters.values()
         # What `inspect.signature` says of the function in the operation's place.
-        self.__signature__ = inspect.Signature([each for each in parameters if self._is_taken(each.name)])
+        self.__signature__ = inspect.Signature(
+            [parameter for parameter in parameters if self._is_taken(parameter.name)]
+        )
 
     def _is_taken(self, name: str) -> bool:
         return self._takes_all or name in self._names

@@ -162,9 +162,10 @@ def choose_blocks(
             scores = scores.masked_fill(~visible, 0.0).sum(-1) / visible.sum(-1)
             scores.masked_fill_(~visible.any(-1), -math.inf)
         blocks = torch.arange(num_blocks, device=q.device)
-        own = (ends - 1) // chosen_block_size  # [n, 1], the query's block
+        own_block = (ends - 1) // chosen_block_size  # [n, 1], the query's block
         is_open = (ends % pool_size > 0) & (local_blocks == 0)  # [n, 1]
-        is_forced = (blocks <= own) & ((blocks > own - local_blocks) | (is_open & (blocks == own)))  # [n, blocks]
+        is_local = (blocks > own_block - local_blocks) | (is_open & (blocks == own_block))
+        is_forced = (blocks <= own_block) & is_local  # [n, blocks]
         scores.masked_fill_(is_forced[:, None], math.inf)
         best, ids = scores.sort(dim=-1, descending=True, stable=True)  # of equal scores, the lowest id is the first
         listed = listed_blocks(ids, best > -math.inf, is_open, top_k)[..., :num_columns]

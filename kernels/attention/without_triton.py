@@ -80,16 +80,16 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
             "chosen_blocks": chosen_blocks,
             "chosen_block_size": chosen_block_size,
         }
-        made: dict[Any, Any] = {}
+        groups_of_step: dict[Any, Any] = {}
         if plan is not None:
-            made = plan.query_groups
+            groups_of_step = plan.query_groups
         tensors = block_table, causal if has_flags else None, mask
         cut: dict[str, Any] = {"has_scores": has_scores, "deterministic": deterministic}
         rules = window, chunk_size, chosen_block_size, has_scores, deterministic
         key = *rules, q.shape, k_cache.shape, v_cache.shape, *map(id, tensors)
         groups: Iterable[definition.QueryGroup]
-        if key in made:
-            groups, _ = made[key]
+        if key in groups_of_step:
+            groups, _ = groups_of_step[key]
         else:
             _check(q, k_cache, block_table, cu_seqlens_q, seq_lens, max_seqlen_q, window[0], chunk_size)
             groups = definition.group_queries(q, k_cache, v_cache, **lengths, **limits, **cut)
@@ -97,7 +97,7 @@ def bind(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
             if num_pairs <= _MAX_KEPT and chosen_blocks is None:  # layers choose other blocks
                 groups = list(groups)
                 # Keep the tensors with their groups, so that no other tensors get the same ids.
-                made[key] = groups, tensors
+                groups_of_step[key] = groups, tensors
         results = definition.paged_attention(
             q, k_cache, v_cache, **lengths, **limits, **options, sinks=sinks, alibi_slopes=alibi_slopes,
             k_scale=k_scale, v_scale=v_scale, k_table_scale=k_table_scale, v_table_scale=v_table_scale, groups=groups,

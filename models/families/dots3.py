@@ -91,10 +91,11 @@ def _kinds(hf: HfConfig) -> tuple[str, ...]:
 def _attention(hf: HfConfig, index: int, kind: str, indexer: IndexConfig) -> dict[str, Any]:
     """Return the fields of a layer's attention."""
     sizes: dict[str, Any] = own_values(hf, index, _SIZES)
-    own = {key: hf.integer(f"swa_{key}", default) for key, default in _WINDOW_SIZES.items()}
-    own["qk_rope_head_dim"] = hf.integer("swa_qk_rope_head_dim", own["head_dim"] - own["qk_nope_head_dim"])
+    window_sizes = {key: hf.integer(f"swa_{key}", default) for key, default in _WINDOW_SIZES.items()}
+    rope_dim = window_sizes["head_dim"] - window_sizes["qk_nope_head_dim"]
+    window_sizes["qk_rope_head_dim"] = hf.integer("swa_qk_rope_head_dim", rope_dim)
     if kind == _SLIDING and "per_layer_config" not in hf.values:
-        sizes = own
+        sizes = window_sizes
     layer = hf.overridden(sizes)
     fields = latent_attention(layer, reads_head_dim=False)
     latent: LatentConfig = fields["latent"]

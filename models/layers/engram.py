@@ -57,11 +57,11 @@ class SharedIds:
     def last(self, input_ids: torch.Tensor, metadata: AttentionMetadata) -> tuple[torch.Tensor, ...]:
         """Keep the ids of a step's tokens [T]; return each token's, that of the token before, ..., int64 [T] each."""
         table, slots = metadata.table(self.table)
-        own = self.of_tokens[input_ids]  # [T]
-        write_index_keys(own[:, None].float(), self.ids, slots)
-        positions, device = metadata.positions, own.device
+        hash_ids = self.of_tokens[input_ids]  # [T]
+        write_index_keys(hash_ids[:, None].float(), self.ids, slots)
+        positions, device = metadata.positions, hash_ids.device
         block_size, order = self.ids.shape[1], self.config.order
-        tokens = torch.arange(len(own), device=device)
+        tokens = torch.arange(len(hash_ids), device=device)
         ends = metadata.cu_seqlens_q[1:].long()
         seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=len(ends) - 1)  # [T]
         places = positions[:, None] - torch.arange(order, device=device)  # [T, order]

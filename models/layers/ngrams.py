@@ -67,9 +67,9 @@ class NgramHash:
     def rows(self, input_ids: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
         """Return each head's row for each token, int64 [T, heads]. input_ids: [T]."""
         config = self.config
-        own = (input_ids - config.separator).float()  # [T]
+        differences = (input_ids - config.separator).float()  # [T]
         shifts = config.order - 1
-        stored = own[:, None].repeat(1, shifts)  # [T, shifts]
+        stored = differences[:, None].repeat(1, shifts)  # [T, shifts]
         earlier = self.causal_conv1d(stored, self.taps, None, self.state, batch=batch, activation=None)
         tokens = earlier.long() + config.separator  # [T, shifts]
         last = [input_ids.long()]

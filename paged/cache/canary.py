@@ -314,14 +314,16 @@ def _difference(
     row = int(different[0])
     position = first + row
     block = blocks[position // block_size]
-    found, wanted = int(held[row]), int(expected[row])
-    holds = f"token {found & 0xFFFFFFFF}"
-    if found == 0:
+    held_canary, expected_canary = int(held[row]), int(expected[row])
+    holds = f"token {held_canary & 0xFFFFFFFF}"
+    if held_canary == 0:
         holds = "no token"
-    elif (found ^ wanted) & 0xFFFFFFFF == 0:
+    elif (held_canary ^ expected_canary) & 0xFFFFFFFF == 0:
         holds += " of another sequence, namespace or position"
     slot = f"block {block}, offset {position % block_size} of table {column}"
-    return CanaryError(f"{name}: position {position} ({slot}) holds {holds}, expected token {wanted & 0xFFFFFFFF}")
+    return CanaryError(
+        f"{name}: position {position} ({slot}) holds {holds}, expected token {expected_canary & 0xFFFFFFFF}"
+    )
 
 
 def _number(root: Hash) -> int:

@@ -367,12 +367,12 @@ class PagedKvCacheConfig:
     def rows_of(self, table: CacheGroup, dtype: torch.dtype) -> list[CacheRows]:
         """Return the rows of a table's layers in a cache of `dtype`: keys and values, each once for every dtype."""
         kept = tuple(layer for layer in table.layers if layer in self.kept_layers)
-        others = tuple(layer for layer in table.layers if layer not in self.kept_layers)
+        not_kept = tuple(layer for layer in table.layers if layer not in self.kept_layers)
         rows: list[CacheRows] = []
         heads = table.num_kv_heads
         assert heads is not None
         for layers, k_dtype, v_dtype in (
-            (others, dtype, self.v_dtype or dtype),
+            (not_kept, dtype, self.v_dtype or dtype),
             (kept, self.kept_dtype or dtype, self.kept_dtype or dtype),
         ):
             if not layers:

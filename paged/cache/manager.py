@@ -89,8 +89,8 @@ class PagedKvCacheManager(KvInspection):
         self._slots = KvSlotAllocator(config, self._guard, self._prefixes, self._tensors, self._sequences)
         shelf = HostShelf(parts, 0, range(len(config.tables)), config.num_swap_blocks)
         if config.has_tier:
-            others = [kind.shelf for kind in self._kinds if isinstance(kind, SlotKind)]
-            self._prefixes.tier = HostTier(parts, shelf, others)
+            slot_shelves = [kind.shelf for kind in self._kinds if isinstance(kind, SlotKind)]
+            self._prefixes.tier = HostTier(parts, shelf, slot_shelves)
         if config.cache_folder is not None and config.has_tier:
             try:
                 self.attach_store(CacheFolder(Path(config.cache_folder), config.cache_folder_bytes))
@@ -435,7 +435,7 @@ class PagedKvCacheManager(KvInspection):
     def clear_prefix_cache(self) -> None:
         """Release all pins and withdraw every published block; blocks in use stay with their sequences."""
         with self._guard:
-            self._pins.release_all(None, in_all=True)
+            self._pins.release_all()
             self._prefixes.clear(self._sequences.states())
 
     def namespaces(self) -> tuple[Hashable, ...]:
@@ -454,7 +454,7 @@ class PagedKvCacheManager(KvInspection):
         namespace = as_namespace("namespace", namespace)
         with self._guard:
             self._sequences.check_unused(namespace)
-            self._pins.release_all(namespace)
+            self._pins.release_namespace(namespace)
             self._prefixes.index.retire(namespace)
 
     def set_fingerprint(self, fingerprint: bytes) -> None:

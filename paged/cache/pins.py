@@ -53,7 +53,7 @@ class PinnedPrefix:
 class Pins:
     """All pins of a cache. A pin holds blocks and states like a sequence that never runs.
 
-    The caller of `add`, `expire` and `release_all` holds the cache's lock.
+    The caller of `add`, `expire`, `release_all` and `release_namespace` holds the cache's lock.
     """
 
     def __init__(
@@ -103,10 +103,15 @@ class Pins:
             if expires_at <= now:
                 self._release(state)
 
-    def release_all(self, namespace: Hashable, *, in_all: bool = False) -> None:
-        """Release the pins of a namespace, or with `in_all` those of every namespace."""
+    def release_all(self) -> None:
+        """Release every pin."""
         for state in list(self.sequences.pinned):
-            if in_all or state.namespace == namespace:
+            self._release(state)
+
+    def release_namespace(self, namespace: Hashable) -> None:
+        """Release the pins of a namespace."""
+        for state in list(self.sequences.pinned):
+            if state.namespace == namespace:
                 self._release(state)
 
     def _blocks(self) -> set[int]:

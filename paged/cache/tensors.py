@@ -314,8 +314,8 @@ class KvCacheTensors:
         """has_memory: whether to allocate the memory; without it, only the shapes exist."""
         dtype = torch.get_default_dtype() if config.dtype is None else config.dtype
         if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point or dtype in KV_KINDS):
-            others = " or ".join(map(str, KV_KINDS))
-            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or {others}")
+            code_dtypes = " or ".join(map(str, KV_KINDS))
+            raise InvalidInputError(f"dtype: {shown(dtype)}, expected a floating point dtype or {code_dtypes}")
         rows_of_tables = [config.rows_of(table, dtype) for table in config.tables]
         for table, rows_of_table in zip(config.tables, rows_of_tables, strict=True):
             for rows in rows_of_table:

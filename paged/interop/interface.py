@@ -103,9 +103,9 @@ class Interface:
         for path in self.derived:
             module, _, class_name = path.partition(":")
             bases = getattr(importlib.import_module(module), class_name).__mro__
-            own = {name for base in bases if base.__module__.startswith("paged.") for name in vars(base)}
+            own_names = {name for base in bases if base.__module__.startswith("paged.") for name in vars(base)}
             for base in bases:
-                members.setdefault(base.__name__, set()).update(own)
+                members.setdefault(base.__name__, set()).update(own_names)
         for line in lines:
             name = line.text.partition("(")[0]
             class_name, _, member = name.partition(":")[2].partition(".")

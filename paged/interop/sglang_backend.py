@@ -134,15 +134,15 @@ class PagedAttnBackend(AttentionBackend):
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise UnsupportedError(f"forward_mode: {mode.name} in a CUDA graph, expected DECODE or TARGET_VERIFY")
         assert self.graph is not None
-        made = self._make_step(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
+        step = self._make_step(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
         tensors: dict[str, Any] = {}
         for buffer in fields(self.graph):
-            tensor = getattr(made, buffer.name)
+            tensor = getattr(step, buffer.name)
             if tensor is not None:
                 tensors[buffer.name] = getattr(self.graph, buffer.name)[: len(tensor)]
                 tensors[buffer.name].copy_(tensor)
         if in_capture:
-            self.step = replace(made, **tensors)
+            self.step = replace(step, **tensors)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of sequences that pad a graph's batch: 1, so that every row sees a key."""

@@ -77,7 +77,7 @@ def block_index_cases() -> list[CompileCase]:
 def pool_cases() -> list[CompileCase]:
     """Return GLM-5.3's pools, QSA's means, and DeepSeek-V4's sizes in each form of entries."""
     native = tuple(target for target in EVERY_CASE if target in NATIVE_FP8)
-    others = tuple(target for target in EVERY_CASE if target not in NATIVE_FP8)
+    without_fp8 = tuple(target for target in EVERY_CASE if target not in NATIVE_FP8)
     rotated: dict[str, Any] = {"is_normed": True, "rotary_dim": 64}
     last = {**rotated, "interleaved": True, "rotates_last": True}
     cases = [
@@ -88,7 +88,7 @@ def pool_cases() -> list[CompileCase]:
         _pool_case("fp32", 128, 512, EVERY_CASE, entry="bf16", **last),
         _pool_case("bf16", 1, 512, EVERY_CASE, has_gates=False, **last),  # rows of DeepSeek-V4's windows
     ]
-    for targets in (native, others):
+    for targets in (native, without_fp8):
         cases.append(_pool_case("bf16", 16, 128, targets, entry="u8"))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", **last))
         cases.append(_pool_case("fp32", 128, 512, targets, entry="u8", in_rings=True, **last))

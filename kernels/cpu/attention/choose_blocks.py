@@ -172,14 +172,14 @@ def _reduce(scratch, scores, tile, visible, block_keys, is_mean, block_scores, t
     while j < visible:
         block = (tile + j) // block_keys
         stop = min((block + 1) * block_keys - tile, visible)
-        whole = j + (stop - j) // LANES * LANES
+        end_of_vectors = j + (stop - j) // LANES * LANES
         best, total = np.float32(-np.inf), np.float32(0)
-        if whole > j:
+        if end_of_vectors > j:
             maxima = fill(best)
-            for i in range(j, whole, LANES):
+            for i in range(j, end_of_vectors, LANES):
                 maxima = larger(maxima, load_vector(scratch, scores + i))
             best = largest_of(maxima)
-        for i in range(whole, stop):
+        for i in range(end_of_vectors, stop):
             best = max(best, scratch[scores + i])
         result = best
         if is_mean:
@@ -209,9 +209,9 @@ def _ordered(score):
 
 
 @nb.device_function
-def _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks):
+def _rank(block_scores, start, block, num_keys, own_block, is_open, block_keys, is_mean, local_blocks):
     """Return a block's rank, as `_ranks` of the Triton kernel, or _NO_RANK if a query does not see the block."""
-    if block > own - local_blocks or (is_open and block == own):
+    if block > own_block - local_blocks or (is_open and block == own_block):
         return (_FORCED << 32) + (_LAST_ID - block)
     count = min(max(num_keys - block * block_keys, 0), block_keys)
     if count == 0:
@@ -228,9 +228,9 @@ def _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mea
 
 
 @nb.device_function
-def _keep_best(heap, count, most, rank):
+def _keep_best(heap, count, capacity, rank):
     """Add a rank to a heap of the best ones so far, whose root is the worst; return their number."""
-    if count < most:
+    if count < capacity:
         child = count
         while child > 0 and heap[(child - 1) // 2] > rank:
             heap[child] = heap[(child - 1) // 2]
@@ -286,28 +286,28 @@ def _choose(block_scores, chosen, cu_seqlens_q, seq_lens, heap, sizes, candidate
         position_end = np.int64(0)  # a row of no sequence sees no block
         if seq < num_seqs:
             position_end = _end_of(token, seq, cu_seqlens_q, seq_lens)
-        num_keys, own = position_end // pool_size, (position_end - 1) // (pool_size * block_keys)
+        num_keys, own_block = position_end // pool_size, (position_end - 1) // (pool_size * block_keys)
         is_open = local_blocks == 0 and position_end % pool_size > 0
-        most = min(top_k + is_open, num_columns)
+        capacity = min(top_k + is_open, num_columns)
         start, count = item * most_blocks, 0
-        num_blocks = own + 1
+        num_blocks = own_block + 1
         if candidates[1] > 0:
             num_blocks = candidates[1] * candidates[2]
         for index in range(num_blocks):
             block = _block_of(index, token, candidates)
-            if block < 0 or block > own:
+            if block < 0 or block > own_block:
                 continue
-            rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
+            rank = _rank(block_scores, start, block, num_keys, own_block, is_open, block_keys, is_mean, local_blocks)
             if rank != _NO_RANK:
-                count = _keep_best(heap, count, most, rank)
+                count = _keep_best(heap, count, capacity, rank)
         column = num_columns - count
         for index in range(column):
             chosen[to + index] = -1
         for index in range(num_blocks):
             block = _block_of(index, token, candidates)
-            if block < 0 or block > own:
+            if block < 0 or block > own_block:
                 continue
-            rank = _rank(block_scores, start, block, num_keys, own, is_open, block_keys, is_mean, local_blocks)
+            rank = _rank(block_scores, start, block, num_keys, own_block, is_open, block_keys, is_mean, local_blocks)
             if rank != _NO_RANK and rank >= heap[0] and column < num_columns:
                 chosen[to + column] = block
                 column += 1

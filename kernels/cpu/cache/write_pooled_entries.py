@@ -39,7 +39,10 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
     """
     row_before, num_before, block, offset = starts
     pool_size, dim, row_slot, bias_position, num_halves, block_size = sizes
-    gates, own = num_halves * dim, (num_halves - 1) * dim  # columns of a row: its first gate, and the pool's own half
+    gates, own_half = (
+        num_halves * dim,
+        (num_halves - 1) * dim,
+    )  # columns of a row: its first gate, and the pool's own half
     ones, to_exponent = fill(np.float32(1)), fill(np.float32(LOG2_E))
     for i in range(0, dim, LANES):
         count = dim - i
@@ -55,8 +58,8 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
             at = row_before + row * row_slot + gates + i
             largest = larger(largest, _gate(rows, at, bias, row * bias_position + i, count))
         for row in range(pool_size):
-            at = block + _within(offset + row, block_size) * row_slot + own + gates + i
-            largest = larger(largest, _gate(rows, at, bias, row * bias_position + own + i, count))
+            at = block + _within(offset + row, block_size) * row_slot + own_half + gates + i
+            largest = larger(largest, _gate(rows, at, bias, row * bias_position + own_half + i, count))
         shift = multiply_add(largest, fill(np.float32(-1)), fill(np.float32(0)))
         for row in range(pool_size - num_before, pool_size):
             at = row_before + row * row_slot + i
@@ -65,8 +68,8 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
             weights = multiply_add(ones, weight, weights)
             total = multiply_add(weight, load_part(rows, at, count), total)
         for row in range(pool_size):
-            at = block + _within(offset + row, block_size) * row_slot + own + i
-            gate = multiply_add(ones, _gate(rows, at + gates, bias, row * bias_position + own + i, count), shift)
+            at = block + _within(offset + row, block_size) * row_slot + own_half + i
+            gate = multiply_add(ones, _gate(rows, at + gates, bias, row * bias_position + own_half + i, count), shift)
             weight = exp2_of(multiply_add(gate, to_exponent, fill(np.float32(0))))
             weights = multiply_add(ones, weight, weights)
             total = multiply_add(weight, load_part(rows, at, count), total)

@@ -116,11 +116,11 @@ def _route_tokens(arguments):
     is_bf16, logits, bias, weights, ids, scratch, scoring, renormalizes, factor_bits = values[1:10]
     scratch_of_thread = scratch + thread_index() * 3 * values[11] * 4
     flags, factor = (bias != 0, scoring, renormalizes != 0), as_float(factor_bits)
-    rest = floats(bias), floats(weights), int32s(ids), scratch_of_thread, flags, values[10:], factor
+    inputs = floats(bias), floats(weights), int32s(ids), scratch_of_thread, flags, values[10:], factor
     if is_bf16:
-        _route(bfloats(logits), *rest)
+        _route(bfloats(logits), *inputs)
     else:
-        _route(floats(logits), *rest)
+        _route(floats(logits), *inputs)
 
 
 def launch_for(router_logits: torch.Tensor, routing: Routing) -> NumbaLaunch:

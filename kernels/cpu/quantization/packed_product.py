@@ -259,14 +259,14 @@ class CpuProduct:
 
     def _unpack(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         """Return some rows of the weights; int8 rows without their scale."""
-        packed, scale, *others = self.tensors
+        packed, scale, *table_scale = self.tensors
         if self.kind == "int8":
             return orders.int8_numbers(packed, rows, self.rows, self.columns).to(dtype)
         if self.kind == "int4":
             return orders.int4_numbers(packed[rows], scale[:, rows], self.columns).to(dtype)
         from .unpack import unpack_rows
 
-        return unpack_rows(self.form, packed, scale, others[0] if others else None, self.factor, rows, dtype)
+        return unpack_rows(self.form, packed, scale, table_scale[0] if table_scale else None, self.factor, rows, dtype)
 
 
 def _with_bias(out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

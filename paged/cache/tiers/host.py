@@ -28,8 +28,8 @@ class HostTier:
 
     files: FileTier | None = None
 
-    def __init__(self, parts: CacheParts, blocks: HostShelf, others: Sequence[HostShelf]) -> None:
-        self.blocks, self.shelves = blocks, [blocks, *others]
+    def __init__(self, parts: CacheParts, blocks: HostShelf, slot_shelves: Sequence[HostShelf]) -> None:
+        self.blocks, self.shelves = blocks, [blocks, *slot_shelves]
         config = parts.config
         self._config, self._tensors, self._index = config, parts.tensors, parts.index
         self._block_size = config.block_size
@@ -39,7 +39,7 @@ class HostTier:
     def attach(self, store: BlockStore, fingerprint: bytes) -> None:
         """Also write the blocks to `store`, and look there for blocks of the weights with this fingerprint."""
         config, storage = self._config, self._tensors.storage
-        shape, *others = config.storage_shapes(storage.dtype)
+        shape, *slot_shapes = config.storage_shapes(storage.dtype)
         layout = {
             "dtype": str(storage.dtype),
             "device": storage.device.type,
@@ -48,8 +48,8 @@ class HostTier:
             "rows_per_slot": shape.num_rows,
             "tables": config.tables,
         }
-        if others:
-            layout["others"] = [(str(other.kind.dtype), *other[1:]) for other in others]
+        if slot_shapes:
+            layout["others"] = [(str(other.kind.dtype), *other[1:]) for other in slot_shapes]
             layout["kept_layers"] = config.kept_layers
         if shape.kind.has_scales:
             layout["scales"] = "by head"
