@@ -19,7 +19,6 @@ from paged.models.layers.config import CompressedConfig, DecoderConfig, IndexCon
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, count_layers, decoder_config, layer_kinds, moe_config
 from paged.models.layers.rope import RopeConfig, rope_section, scaled_rope
 from paged.models.loading.hf_config import HfConfig
-from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import Fp4, Quantization, Rule
 from paged.models.quantization.name_patterns import NamePattern
 from paged.models.quantization.read import read_quantization
@@ -78,10 +77,7 @@ class DeepseekV4(Network):
     model_type = "deepseek_v4"
     renames = RENAMES
     layer_class = StreamsLayer
-
-    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
-        super().__init__(config, share)
-        self.norm = StreamsNorm(config)
+    norm_class = StreamsNorm
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:

@@ -106,10 +106,10 @@ class DeepseekV41(Network):
     model_type = "deepseek_v41_text"
     renames = RENAMES
     layer_class = _SinglePassLayer
+    norm_class = StreamsNorm
 
     def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
         super().__init__(config, share)
-        self.norm = StreamsNorm(config)
         self.ids_of_tokens: torch.Tensor | None = None
 
     @classmethod
@@ -161,10 +161,6 @@ class DeepseekV41(Network):
                 layer.engram.set_cache(
                     kv_manager, entries_layer(attention), token_ids_index(attention), self.ids_of_tokens
                 )
-
-    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Return the token ids for layers with n-grams."""
-        return [() if ngrams is None else (input_ids,) for ngrams in self.config.ngrams]
 
 
 def _layer_sizes(hf: HfConfig) -> tuple[CompressedConfig, ...]:

@@ -8,41 +8,27 @@ from typing import Any
 from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.models.families.deepseek import indexed_latents, sharing_choices
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
-from paged.models.families.network import Network
-from paged.models.layers.config import DecoderConfig, StreamsConfig
-from paged.models.layers.decoder_config import CONV_ACTIVATIONS, decoder_config
+from paged.models.families.network import family
+from paged.models.layers.config import StreamsConfig
+from paged.models.layers.decoder_config import CONV_ACTIVATIONS
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
-from paged.models.parallel.share import Share
 
-
-class HyV4(Network):
-    """HY-V4: an indexer in the first layer and every fourth from the second on; the others attend to its choice."""
-
-    model_type = "hy_v4"
-    # Names of published files and of transformers 5 -> names here. transformers also writes the gate of an MLP as
-    # `linear_gate`, and the module `hc_pre` before the connection in place of behind it.
-    renames = {  # noqa: RUF012
-        r"\.hc_pre\.": ".",
-        r"\.(?:hc_attn_layer\.hc_|attn_hc\.)": ".hc_attn_",
-        r"\.(?:hc_mlp_layer\.hc_|ffn_hc\.)": ".hc_ffn_",
-        r"\.hc_head\.hc_(?:head_)?": ".hc_head_",
-        r"\.linear_gate\.": ".gate_proj.",
-        r"\.self_attn\.gate_proj\.": ".self_attn.g_proj.",
-        r"\.learnable_sink_param$": ".sinks",
-    }
-    layer_class = StreamsLayer
-
-    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
-        super().__init__(config, share)
-        self.norm = StreamsNorm(config)
-
-    @classmethod
-    def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        return decoder_config(hf, **_hy_v4(hf))
+# Names of published files and of transformers 5 -> names here. transformers also writes the gate of an MLP as
+# `linear_gate`, and the module `hc_pre` before the connection in place of behind it.
+_RENAMES = {
+    r"\.hc_pre\.": ".",
+    r"\.(?:hc_attn_layer\.hc_|attn_hc\.)": ".hc_attn_",
+    r"\.(?:hc_mlp_layer\.hc_|ffn_hc\.)": ".hc_ffn_",
+    r"\.hc_head\.hc_(?:head_)?": ".hc_head_",
+    r"\.linear_gate\.": ".gate_proj.",
+    r"\.self_attn\.gate_proj\.": ".self_attn.g_proj.",
+    r"\.learnable_sink_param$": ".sinks",
+}
 
 
 def _hy_v4(hf: HfConfig) -> dict[str, Any]:
+    """HY-V4: an indexer in the first layer and every fourth from the second on; the others attend to its choice."""
     hf.choice("hidden_act", *CONV_ACTIVATIONS)
     hf.choice("swiglu_limit", 10.0)
     # Keys of the authors' code in vLLM; transformers has these options built in.
@@ -80,4 +66,4 @@ def _hy_v4(hf: HfConfig) -> dict[str, Any]:
 
 
 # Name in `architectures` of config.json -> family.
-HY_V4 = {"HYV4ForCausalLM": HyV4}
+HY_V4 = {"HYV4ForCausalLM": family("hy_v4", _hy_v4, _RENAMES, StreamsLayer, StreamsNorm)}

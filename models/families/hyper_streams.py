@@ -120,8 +120,9 @@ class StreamsNorm(RmsNorm):
 class StreamsMix(GatedResidual):
     """The final mix of all streams, which contains their norm."""
 
-    def __init__(self, config: DecoderConfig, sizes: GatedStreamsConfig) -> None:
-        super().__init__(config, sizes, is_last=True)
+    def __init__(self, config: DecoderConfig) -> None:
+        assert isinstance(config.streams, GatedStreamsConfig)
+        super().__init__(config, config.streams, is_last=True)
 
     def forward(self, x: torch.Tensor, residual: Any = None) -> tuple[torch.Tensor, Any]:  # type: ignore[override]
         """Return (mixed, streams), as `StreamsNorm.forward`."""

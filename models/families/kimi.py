@@ -20,7 +20,6 @@ from paged.models.layers.decoder_config import CONV_ACTIVATIONS, decoder_config,
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.layers.rope import RopeConfig, rope_config, rope_section
 from paged.models.loading.hf_config import HfConfig
-from paged.models.parallel.share import Share
 
 _KINDS = ("linear_attention", "full_attention")
 # Common key -> key in published files.
@@ -79,10 +78,7 @@ class _KimiK3(_KimiLinear):
     """
 
     layer_class = SnapshotLayer
-
-    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
-        super().__init__(config, share)
-        self.norm = SnapshotNorm(config)
+    norm_class = SnapshotNorm
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -187,26 +183,11 @@ def _ling_rotation(hf: HfConfig) -> RopeConfig:
     return rope
 
 
-class _Glm5Next(Network):
+def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     """Text part of GLM-5.3-Flash (Z.ai, 2026): four residual streams, and latent attention that does not rotate.
 
     An indexer chooses the keys of latent attention in pools, see `PooledIndexer`.
     """
-
-    model_type = "glm5_next_text"
-    renames = _OWN_RENAMES
-    layer_class = StreamsLayer
-
-    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
-        super().__init__(config, share)
-        self.norm = StreamsNorm(config)
-
-    @classmethod
-    def read_config(cls, hf: HfConfig) -> DecoderConfig:
-        return decoder_config(hf, **_glm5_next(hf))
-
-
-def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     hf.choice("hidden_act", *CONV_ACTIVATIONS)
     hf.choice("swiglu_limit", 10.0)
     hf.choice("index_kpool_always_select_tail", True)
@@ -305,4 +286,4 @@ KIMI = {
     "KimiLinearForCausalLM": _KimiLinear,
 }
 # Text part of multimodal models; it has no architecture of its own.
-KIMI_PARTS = (_Glm5Next,)
+KIMI_PARTS = (family("glm5_next_text", _glm5_next, _OWN_RENAMES, StreamsLayer, StreamsNorm),)

@@ -273,6 +273,7 @@ class Network(nn.Module):
         num_weights: weights of the whole network, even if this rank holds a part.
         renames: patterns in tensor names of a checkpoint, and their replacements.
         layer_class: class of the decoder layers.
+        norm_class: makes the norm behind the last layer.
         draft_head: the loaded multi-token or EAGLE-3 head; None for no head.
         kv_rotation: rotation of heads in the cache, as `kv_cache_rotation` in `LoadOptions`.
         uses_numba: whether the network was packed for a CPU with numba, and runs numba kernels.
@@ -282,6 +283,7 @@ class Network(nn.Module):
     ranks = Ranks()
     renames: Mapping[str, str] = MappingProxyType({})
     layer_class: type[DecoderLayer] = DecoderLayer
+    norm_class: Callable[[DecoderConfig], nn.Module] = staticmethod(stream_norm)
     kv_rotation: str | None = None
     uses_numba = False
 
@@ -294,7 +296,7 @@ class Network(nn.Module):
         self.embed_tokens = empty_parameter(self.num_logits, config.hidden_size)
         layers = nn.ModuleList(self.layer_class(self.own_config, index) for index in range(config.num_layers))
         self.layers = cast("Sequence[DecoderLayer]", layers)
-        self.norm = stream_norm(config)
+        self.norm = cast(RmsNorm, self.norm_class(config))
         self.draft_head: DraftHead | None = None
         self.num_weights: int | None = None
         self._packed_embedding: torch.Tensor | None = None
@@ -561,8 +563,11 @@ class Network(nn.Module):
         return rows_of(hidden, outputs), head.features(hidden, boundaries)
 
     def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Return each layer's inputs beside the residual stream. hidden: the embedded tokens."""
-        return [()] * len(self.layers)
+        """Return each layer's inputs beside the residual stream: the token ids, if it adds features of n-grams.
+
+        hidden: the embedded tokens.
+        """
+        return [() if ngrams is None else (input_ids,) for ngrams in self.config.ngrams]
 
     def head(self, hidden: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits in the weights' dtype, [num_rows, num_logits], in `out` if given."""
@@ -634,8 +639,9 @@ def family(
     fields: Callable[[HfConfig], Mapping[str, Any]],
     renames: Mapping[str, str] = Network.renames,
     layer_class: type[DecoderLayer] = DecoderLayer,
+    norm_class: Callable[[DecoderConfig], nn.Module] = stream_norm,
 ) -> type[Network]:
-    """Return a family that differs from others only in fields of `decoder_config`, weight names and layers."""
+    """Return a family that differs from others only in fields of `decoder_config`, weight names, layers and norm."""
 
     class Family(Network):
         @classmethod
@@ -643,6 +649,7 @@ def family(
             return decoder_config(hf, **fields(hf))
 
     Family.model_type, Family.renames, Family.layer_class = model_type, renames, layer_class
+    Family.norm_class = staticmethod(norm_class)
     return Family
 
 

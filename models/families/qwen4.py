@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import isqrt
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from paged.models.families.hybrid import qwen4_exp
 from paged.models.families.hyper_streams import StreamsLayer, StreamsMix
 from paged.models.families.network import Network
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, GatedStreamsConfig
-from paged.models.layers.decoder import RmsNorm
 from paged.models.layers.decoder_config import count_layers, decoder_config, for_kind, read_head_dim
 from paged.models.layers.hyper_connection import OpenStreams
 from paged.models.layers.ngrams import NgramLayer
@@ -25,7 +24,6 @@ from paged.models.layers.recurrent_config import NgramConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Destinations
-from paged.models.parallel.share import Share
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 # Numbers of the generator splitmix64 (Steele, Lea and Flood, 2014), and its period of seeds from layer to layer.
@@ -90,11 +88,7 @@ class Qwen4Exp(Network):
     model_type = "qwen4_exp_text"
     renames = MappingProxyType({r"\bmodel\.hyper_connection_mixer\.": "model.norm."})
     layer_class = _Qwen4Layer
-
-    def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
-        super().__init__(config, share)
-        assert isinstance(config.streams, GatedStreamsConfig)
-        self.norm = cast(RmsNorm, StreamsMix(config, config.streams))
+    norm_class = StreamsMix
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:
@@ -110,10 +104,6 @@ class Qwen4Exp(Network):
             "before_mlp": None,
         }
         return decoder_config(hf, **fields)
-
-    def layer_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> Sequence[tuple[torch.Tensor, ...]]:
-        """Return the token ids for layers with n-grams."""
-        return [() if ngrams is None else (input_ids,) for ngrams in self.config.ngrams]
 
 
 def _indexer(hf: HfConfig, rope: RopeConfig, head_dim: int) -> BlockIndexConfig | None:
