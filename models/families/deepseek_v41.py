@@ -36,7 +36,7 @@ from paged.models.layers.hyper_connection import OpenStreams
 from paged.models.layers.recurrent_config import EngramConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.tokenizer_file import shared_ids
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.models.parallel.share import Share
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -94,10 +94,7 @@ class _SinglePassLayer(StreamsLayer):
         return OpenStreams(streams, weights=weights)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        if self.engram is not None:
-            destinations |= self.engram.destinations(f"{prefix}.engram")
-        return destinations
+        return super().destinations(prefix) | join_destinations(prefix, engram=self.engram)
 
 
 class DeepseekV41(Network):

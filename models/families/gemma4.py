@@ -32,7 +32,7 @@ from paged.models.layers.decoder_config import (
 from paged.models.layers.rope import ropes_by_window
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.step.metadata import AttentionMetadata, OutputRows
@@ -126,11 +126,8 @@ class Gemma4Layer(DecoderLayer):
         return 2 if config.moe[index] is None else 3
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations: Destinations = {**super().destinations(prefix), f"{prefix}.layer_scalar": self.layer_scalar}
-        for part in (self.experts, self.own_input):
-            if part is not None:
-                destinations |= part.destinations(prefix)
-        return destinations
+        parts = join_destinations(prefix, self.experts, self.own_input, layer_scalar=self.layer_scalar)
+        return super().destinations(prefix) | parts
 
 
 class _LayerInputs(nn.Module):
@@ -176,10 +173,7 @@ class Gemma4(Network):
         return [(layer_input,) for layer_input in inputs.unbind(1)]
 
     def destinations(self) -> Destinations:
-        destinations = super().destinations()
-        if self.own_inputs is not None:
-            destinations |= self.own_inputs.destinations("model")
-        return destinations
+        return super().destinations() | join_destinations("model", self.own_inputs)
 
     @classmethod
     def read_config(cls, hf: HfConfig) -> DecoderConfig:

@@ -48,7 +48,7 @@ from paged.models.layers.share_bound import share_bound
 from paged.models.layers.shared_entries import SharedEntriesAttention
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Destinations, PackedModule, Track, untracked
+from paged.models.loading.weights import Destinations, PackedModule, Track, join_destinations, untracked
 from paged.models.parallel.ranks import Ranks
 from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import Quantization
@@ -238,17 +238,14 @@ class DecoderLayer(nn.Module):
         return mixes + (config.moe[index] is not None or config.intermediate_size[index] > 0)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations: Destinations = {}
-        if self.has_mlp:
-            destinations |= self.ffn.destinations(f"{prefix}.{self.mlp_name}")
-        if self.self_attn is not None:
-            destinations |= self.self_attn.destinations(f"{prefix}.self_attn")
-        if self.linear_attn is not None:
-            destinations |= self.linear_attn.destinations(f"{prefix}.{self.recurrent_name}")
+        norms: dict[str, RmsNorm] = {}
         for attribute, name in self.norm_names.items():
             if name is not None:
-                destinations |= getattr(self, attribute).destinations(f"{prefix}.{name}")
-        return destinations
+                norms[name] = getattr(self, attribute)
+        parts = join_destinations(prefix, self_attn=self.self_attn, **norms)
+        if self.has_mlp:
+            parts |= self.ffn.destinations(f"{prefix}.{self.mlp_name}")
+        return parts | join_destinations(prefix, **{self.recurrent_name: self.linear_attn})
 
 
 def rows_of(tensor: torch.Tensor, outputs: OutputRows | None) -> torch.Tensor:

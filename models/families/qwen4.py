@@ -23,7 +23,7 @@ from paged.models.layers.ngrams import NgramLayer
 from paged.models.layers.recurrent_config import NgramConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 # Numbers of the generator splitmix64 (Steele, Lea and Flood, 2014), and its period of seeds from layer to layer.
@@ -76,10 +76,7 @@ class _Qwen4Layer(StreamsLayer):
             self.ple.set_states(kv_manager.state(2 * num_layers + index), kv_manager.state(3 * num_layers + index))
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        if self.ple is not None:
-            destinations |= self.ple.destinations(f"{prefix}.ple")
-        return destinations
+        return super().destinations(prefix) | join_destinations(prefix, ple=self.ple)
 
 
 class Qwen4Exp(Network):

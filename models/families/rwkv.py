@@ -18,7 +18,7 @@ from paged.models.layers.decoder_config import STATE_POSITIONS, count_layers, de
 from paged.models.layers.recurrent_config import Rwkv7Config
 from paged.models.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 # Keys of kernels, training and initialisation.
@@ -71,10 +71,7 @@ class Rwkv7Layer(DecoderLayer):
         cast(Rwkv7ChannelMix, self.ffn).shift.set_state(kv_manager.state(num_layers + index))
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        if self.pre_norm is not None:
-            destinations |= self.pre_norm.destinations(f"{prefix}.pre_norm")
-        return destinations
+        return super().destinations(prefix) | join_destinations(prefix, pre_norm=self.pre_norm)
 
 
 class Rwkv7(Network):

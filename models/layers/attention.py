@@ -23,7 +23,7 @@ from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.head_rotation import hadamard_signs, rotated
 from paged.models.layers.indexer import BlockIndexer
 from paged.models.layers.mean_indexer import MeanIndexer
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 if TYPE_CHECKING:
@@ -303,19 +303,9 @@ class Attention(nn.Module):
         return projected
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.qkv_proj.destinations(prefix) | self.o_proj.destinations(prefix)
-        if self.gate_proj is not None:
-            destinations |= self.gate_proj.destinations(prefix)
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None:
-                destinations |= norm.destinations(f"{prefix}.{name}")
-        if self.indexer is not None:
-            destinations |= self.indexer.destinations(f"{prefix}.indexer")
-        for option in self.options:
-            destinations |= option.destinations(prefix)
-        if self.sinks is not None:
-            destinations[f"{prefix}.sinks"] = self.sinks
-        return destinations
+        beside = self.qkv_proj, self.o_proj, self.gate_proj, *self.options
+        parts = {"q_norm": self.q_norm, "k_norm": self.k_norm, "indexer": self.indexer, "sinks": self.sinks}
+        return join_destinations(prefix, *beside, **parts)
 
 
 class SharedKvAttention(Attention):

@@ -23,7 +23,7 @@ from paged.models.layers.config import AttentionConfig, CompressedConfig, Decode
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.latent_attention import UpProjection
 from paged.models.layers.open_rows import RowPlaces, SharedPlaces, keep_rows, rows_of_step
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 
@@ -146,11 +146,8 @@ class EntryIndexer(nn.Module):
         return chosen
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.wq_b.destinations(prefix)
-        if self.pool is not None:
-            destinations |= self.pool.destinations(f"{prefix}.compressor")
-        destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
-        return destinations
+        parts = {"compressor": self.pool, "weights_proj.weight": self.weights_proj}
+        return join_destinations(prefix, self.wq_b, **parts)
 
 
 class CompressedAttention(nn.Module):
@@ -413,16 +410,18 @@ class CompressedAttention(nn.Module):
         )
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations: Destinations = {f"{prefix}.attn_sink": self.sinks}
-        for projection in (self.down_proj, self.q_b_proj, self.group_proj, self.o_proj):
-            destinations |= projection.destinations(prefix)
-        destinations |= self.q_norm.destinations(f"{prefix}.q_norm")
-        destinations |= self.kv_norm.destinations(f"{prefix}.kv_norm")
+        beside = [self.down_proj, self.q_b_proj, self.group_proj, self.o_proj]
         if self.pool is not None:
-            destinations |= self.row_proj.destinations(prefix) | self.pool.destinations(f"{prefix}.compressor")
-        if self.indexer is not None:
-            destinations |= self.indexer.destinations(f"{prefix}.indexer")
-        return destinations
+            beside.append(self.row_proj)
+        return join_destinations(
+            prefix,
+            *beside,
+            attn_sink=self.sinks,
+            q_norm=self.q_norm,
+            kv_norm=self.kv_norm,
+            compressor=self.pool,
+            indexer=self.indexer,
+        )
 
 
 def as_rows(cache: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import LogPositionGrowth
 from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig, NormConfig
 from paged.models.layers.decoder import LayerNorm, Linear, RmsNorm, empty_parameter
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 
 if TYPE_CHECKING:
     from paged.step.metadata import AttentionMetadata, OutputRows
@@ -161,10 +161,8 @@ class Indexer(CachedKeys):
         )
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.wq_b.destinations(prefix) | self.wk.destinations(prefix)
-        destinations |= self.k_norm.destinations(f"{prefix}.k_norm")
-        destinations[f"{prefix}.weights_proj.weight"] = self.weights_proj
-        return destinations
+        weights = {"weights_proj.weight": self.weights_proj}
+        return join_destinations(prefix, self.wq_b, self.wk, k_norm=self.k_norm, **weights)
 
 
 class HiddenIndexer(Indexer):
@@ -184,11 +182,8 @@ class HiddenIndexer(Indexer):
         return q
 
     def destinations(self, prefix: str) -> Destinations:
-        return {
-            **super().destinations(prefix),
-            **self.q_input_norm.destinations(f"{prefix}.q_input_norm"),
-            **self.growth.destinations(f"{prefix}.softmax_scaling"),
-        }
+        parts = join_destinations(prefix, q_input_norm=self.q_input_norm, softmax_scaling=self.growth)
+        return super().destinations(prefix) | parts
 
 
 class PooledIndexer(Indexer, PooledKeys):
@@ -243,10 +238,8 @@ class PooledIndexer(Indexer, PooledKeys):
         return torch.where(pools >= 0, tokens, -1).flatten(1)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        destinations[f"{prefix}.index_kpool_compress_gate"] = self.gate
-        destinations[f"{prefix}.index_kpool_compress_ape"] = self.position_bias
-        return destinations
+        weights = {"index_kpool_compress_gate": self.gate, "index_kpool_compress_ape": self.position_bias}
+        return super().destinations(prefix) | join_destinations(prefix, **weights)
 
 
 class BlockIndexer(CachedKeys):
@@ -298,7 +291,4 @@ class BlockIndexer(CachedKeys):
         )
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.qk_proj.destinations(prefix)
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            destinations |= norm.destinations(f"{prefix}.{name}")
-        return destinations
+        return join_destinations(prefix, self.qk_proj, q_norm=self.q_norm, k_norm=self.k_norm)

@@ -20,7 +20,7 @@ from paged.models.layers.config import DecoderConfig, LatentConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.models.quantization.layouts import Layout, Quantization, Widened
 from paged.models.quantization.packed_weights import UnpackedProjection
 from paged.step.metadata import AttentionMetadata, OutputRows
@@ -326,26 +326,19 @@ class LatentAttention(nn.Module):
         return torch.bmm(attended.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations: Destinations = {}
-        for projection in (self.down_proj, self.kv_b_proj, self.o_proj, self.gate_proj):
-            if projection is not None:
-                destinations |= projection.destinations(prefix)
-        if self.kv_norm is not None:
-            destinations |= self.kv_norm.destinations(f"{prefix}.kv_a_layernorm")
-        if self.rope_norm is not None:
-            destinations |= self.rope_norm.destinations(f"{prefix}.k_rope_only_layernorm")
         if self.q_b_proj is None:
-            destinations |= self.q_proj.destinations(prefix)
+            queries = self.q_proj.destinations(prefix)
         else:
-            destinations |= self.q_b_proj.destinations(prefix)
-            destinations |= self.q_norm.destinations(f"{prefix}.q_a_layernorm")
-        if self.indexer is not None:
-            destinations |= self.indexer.destinations(f"{prefix}.indexer")
-        if self.growth is not None:
-            destinations |= self.growth.destinations(f"{prefix}.softmax_scaling")
-        if self.sinks is not None:
-            destinations[f"{prefix}.sinks"] = self.sinks
-        return destinations
+            queries = join_destinations(prefix, self.q_b_proj, q_a_layernorm=self.q_norm)
+        return queries | join_destinations(
+            prefix,
+            *(self.down_proj, self.kv_b_proj, self.o_proj, self.gate_proj),
+            kv_a_layernorm=self.kv_norm,
+            k_rope_only_layernorm=self.rope_norm,
+            indexer=self.indexer,
+            softmax_scaling=self.growth,
+            sinks=self.sinks,
+        )
 
 
 def _indexer(hidden_size: int, sizes: LatentConfig) -> Indexer | None:

@@ -12,7 +12,7 @@ from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.indexer import PooledKeys
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 
 if TYPE_CHECKING:
     from paged.step.metadata import AttentionMetadata, OutputRows
@@ -84,7 +84,4 @@ class MeanIndexer(PooledKeys):
         return pools.expand(-1, self.num_kv_heads, -1)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.qk_proj.destinations(prefix)
-        for name, norm in (("q_layernorm", self.q_norm), ("k_layernorm", self.k_norm)):
-            destinations |= norm.destinations(f"{prefix}.{name}")
-        return destinations
+        return join_destinations(prefix, self.qk_proj, q_layernorm=self.q_norm, k_layernorm=self.k_norm)

@@ -16,7 +16,7 @@ from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
-from paged.models.loading.weights import ConvertedDestination, Destinations
+from paged.models.loading.weights import ConvertedDestination, Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 
@@ -83,11 +83,8 @@ class ConvolvedLayer(RecurrentLayer):
         return self.causal_conv1d(x, self.conv_weight, self.conv_bias, self.state, batch=batch, activation=activation)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        destinations[f"{prefix}.conv1d.weight"] = self.conv_weight[:, None]
-        if self.conv_bias is not None:
-            destinations[f"{prefix}.conv1d.bias"] = self.conv_bias
-        return destinations
+        parts = {"conv1d.weight": self.conv_weight[:, None], "conv1d.bias": self.conv_bias}
+        return super().destinations(prefix) | join_destinations(prefix, **parts)
 
 
 class ShortConv(ConvolvedLayer):
@@ -150,10 +147,8 @@ class Mamba2(ConvolvedLayer):
         ).flatten(1)
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix) | self.in_proj.destinations(prefix)
-        if self.norm_weight is not None:
-            destinations[f"{prefix}.norm.weight"] = self.norm_weight
-        return destinations
+        parts = {"norm.weight": self.norm_weight}
+        return super().destinations(prefix) | join_destinations(prefix, self.in_proj, **parts)
 
 
 class GatedDeltaNet(ConvolvedLayer):

@@ -15,7 +15,7 @@ from paged.models.layers.compressed_attention import CompressedAttention, as_key
 from paged.models.layers.config import CompressedConfig, DecoderConfig, NormConfig
 from paged.models.layers.decoder import Linear, RmsNorm
 from paged.models.layers.open_rows import rows_of_step
-from paged.models.loading.weights import Destinations
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 
@@ -104,11 +104,10 @@ class LatentPool(nn.Module):
             )
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = self.row_proj.destinations(prefix) | self.norm.destinations(f"{prefix}.compressor.norm")
+        parts = {"compressor.norm": self.norm}
         if self.key_proj is not None:
-            destinations |= self.key_proj.destinations(prefix)
-            destinations |= self.key_norm.destinations(f"{prefix}.indexer.k_norm")
-        return destinations
+            parts["indexer.k_norm"] = self.key_norm
+        return join_destinations(prefix, self.row_proj, self.key_proj, **parts)
 
 
 class SharedEntriesAttention(CompressedAttention):
@@ -201,10 +200,7 @@ class SharedEntriesAttention(CompressedAttention):
         return choices[sharing.choice_of]
 
     def destinations(self, prefix: str) -> Destinations:
-        destinations = super().destinations(prefix)
-        if self.latent_pool is not None:
-            destinations |= self.latent_pool.destinations(prefix)
-        return destinations
+        return super().destinations(prefix) | join_destinations(prefix, self.latent_pool)
 
 
 def _of_rows(indices: torch.Tensor | None, outputs: OutputRows | None) -> torch.Tensor | None:

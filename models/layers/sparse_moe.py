@@ -28,7 +28,7 @@ from paged.kernels.moe.weights import ExpertLinear
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.layers.config import DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter
-from paged.models.loading.weights import ConvertedDestination, Destinations
+from paged.models.loading.weights import ConvertedDestination, Destinations, join_destinations
 from paged.models.quantization.layouts import Fp4, Quantization
 from paged.models.quantization.packed_weights import CpuExperts, Mxfp4Experts, PackedWeights, experts_for_cpu
 from paged.models.quantization.rounding import as_experts
@@ -364,14 +364,8 @@ class SparseMoe(nn.Module):
             destinations[f"{prefix}.{moe.token_table}"] = ConvertedDestination(
                 self.token_table.shape, torch.int64, fill
             )
-        if self.shared is not None:
-            destinations |= self.shared.destinations(f"{prefix}.{moe.shared_name}")
-        if self.shared_gate is not None:
-            destinations |= self.shared_gate.destinations(prefix)
-        if self.to_latent is not None and self.from_latent is not None:
-            destinations |= self.to_latent.destinations(prefix) | self.from_latent.destinations(prefix)
-        if self.latent_norm is not None:
-            destinations |= self.latent_norm.destinations(f"{prefix}.latent_norm")
+        parts = {moe.shared_name: self.shared, "latent_norm": self.latent_norm}
+        destinations |= join_destinations(prefix, self.shared_gate, self.to_latent, self.from_latent, **parts)
         if moe.stacked:
             return destinations | self._stacked_destinations(prefix)
         return destinations | self._expert_destinations(prefix)

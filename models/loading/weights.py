@@ -80,6 +80,29 @@ Track = Callable[..., Iterable[Any]]
 Destinations = dict[str, Destination]
 
 
+class Loaded(Protocol):
+    """A module that tells its tensors in a checkpoint, whose names begin with `prefix`."""
+
+    def destinations(self, prefix: str) -> Destinations: ...
+
+
+def join_destinations(prefix: str, *beside: Loaded | None, **parts: Loaded | torch.Tensor | None) -> Destinations:
+    """Return the tensors of a module by the names of its parts in a checkpoint; None has no tensors.
+
+    beside: parts whose tensors have the module's own prefix.
+    """
+    destinations: Destinations = {}
+    for module in beside:
+        if module is not None:
+            destinations |= module.destinations(prefix)
+    for name, part in parts.items():
+        if isinstance(part, torch.Tensor):
+            destinations[f"{prefix}.{name}"] = part
+        elif part is not None:
+            destinations |= part.destinations(f"{prefix}.{name}")
+    return destinations
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file's header, or in `source`; dtype as safetensors names it. stamp: see `TensorFile`."""
