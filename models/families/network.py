@@ -29,11 +29,10 @@ from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.head_rotation import KEYS_AND_VALUES
 from paged.models.layers.hyper_connection import HyperConnection
-from paged.models.layers.indexer import PooledIndexer
+from paged.models.layers.indexer import MeanIndexer, PooledIndexer
 from paged.models.layers.kimi_delta import KimiDelta
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.learned_rotation import LearnedRotation
-from paged.models.layers.mean_indexer import MeanIndexer
 from paged.models.layers.recurrent import GatedDeltaNet, Mamba2, RecurrentLayer, ShortConv
 from paged.models.layers.recurrent_config import (
     GatedDeltaConfig,

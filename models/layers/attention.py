@@ -21,8 +21,7 @@ from paged.models.layers.attention_options import AxesRotation, HeadGate, HeadsO
 from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.head_rotation import hadamard_signs, rotated
-from paged.models.layers.indexer import BlockIndexer
-from paged.models.layers.mean_indexer import MeanIndexer
+from paged.models.layers.indexer import BlockIndexer, MeanIndexer
 from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
@@ -113,7 +112,7 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(layer.head_dim, config.norms)
             if layer.shares_kv_with is None:
                 self.k_norm = RmsNorm(layer.head_dim, config.norms)
-        self.indexer: BlockIndexer | MeanIndexer | None = None
+        self.indexer: BlockIndexer | None = None
         if layer.block_index is not None:
             kind = BlockIndexer if layer.block_index.pool_size == 1 else MeanIndexer
             self.indexer = kind(config, layer, layer.block_index)

@@ -245,14 +245,22 @@ class PooledIndexer(Indexer, PooledKeys):
 class BlockIndexer(CachedKeys):
     """The indexer of MiniMax-M3 (MiniMax, 2026): each KV head chooses the blocks with the largest products q k."""
 
+    norm_names = "q_norm", "k_norm"
+
     def __init__(self, config: DecoderConfig, layer: AttentionConfig, index: BlockIndexConfig) -> None:
         super().__init__(index.head_dim)
-        self.config, self.num_heads = index, layer.num_kv_heads
+        self.config, self.num_heads, self.num_kv_heads = index, index.num_heads, layer.num_kv_heads
+        if self.num_heads is None:
+            self.num_heads = layer.num_kv_heads
         self.sizes = [self.num_heads * index.head_dim, index.head_dim]
-        self.qk_proj = Linear(config.hidden_size, dict(zip(("q_proj", "k_proj"), self.sizes, strict=True)))
+        self.qk_proj = Linear(config.hidden_size, self._projected_sizes())
         self.q_norm, self.k_norm = RmsNorm(index.head_dim, config.norms), RmsNorm(index.head_dim, config.norms)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.rotate, self.choose_blocks = Bound(rotary_embedding, by=1), Bound(choose_blocks, step="plan")
+
+    def _projected_sizes(self) -> dict[str, int]:
+        """Return the output sizes of the projection by name."""
+        return dict(zip(("q_proj", "k_proj"), self.sizes, strict=True))
 
     def forward(
         self,
@@ -261,34 +269,76 @@ class BlockIndexer(CachedKeys):
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
     ) -> torch.Tensor | None:
-        """Write the keys of all tokens; return the blocks of each row and KV head, int32 [R, Hkv, top_k].
+        """Write the keys of all tokens; return the blocks of each row and KV head, int32 [R, Hkv, columns].
 
         Return None if no sequence of the step can have more than top_k blocks.
         """
         config = self.config
-        block_table, slot_mapping = metadata.table(self.table)
+        block_table, _ = metadata.table(self.table)
         q, keys = self.qk_proj(hidden, metadata.lora).split_with_sizes(self.sizes, -1)
-        keys, _ = self.k_norm(keys)  # [T, head_dim]
-        self.rotate(positions, keys.unsqueeze(1), None, self.cos_sin_cache, interleaved=self.interleaved)
-        write_index_keys(keys, self.key_cache, slot_mapping)
-        if block_table.shape[1] * self.key_cache.shape[1] <= config.top_k * config.block_size:
+        self._write(keys, positions, metadata)
+        if block_table.shape[1] * self.key_cache.shape[1] * config.pool_size <= config.top_k * config.block_size:
             return None
         queries: AttentionMetadata | OutputRows = metadata
         if outputs is not None:
             queries, q, positions = outputs, q[outputs.rows], positions[outputs.rows]
-        q, _ = self.q_norm(q.unflatten(-1, (self.num_heads, config.head_dim)))  # [R, Hkv, head_dim]
+        q, _ = self.q_norm(q.unflatten(-1, (self.num_heads, config.head_dim)))  # [R, H, head_dim]
         self.rotate(positions, q, None, self.cos_sin_cache, interleaved=self.interleaved)
-        return self.choose_blocks(
+        blocks = self.choose_blocks(
             q,
             self.key_cache,
+            weights=self._weights(q),
             block_table=block_table,
             cu_seqlens_q=queries.cu_seqlens_q,
             seq_lens=metadata.seq_lens,
             top_k=config.top_k,
             chosen_block_size=config.block_size,
+            pool_size=config.pool_size,
             local_blocks=config.local_blocks,
             plan=queries.plan,
-        )
+        )  # [R, lists, columns]
+        return blocks.expand(-1, self.num_kv_heads, -1)
+
+    def _write(self, keys: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Normalise, rotate and write the keys of all tokens, [T, head_dim]."""
+        keys, _ = self.k_norm(keys)
+        self.rotate(positions, keys.unsqueeze(1), None, self.cos_sin_cache, interleaved=self.interleaved)
+        write_index_keys(keys, self.key_cache, metadata.table(self.table)[1])
+
+    def _weights(self, q: torch.Tensor) -> torch.Tensor | None:
+        """Return the weights of heads that share one list, float32 [R, H]; None for a list of each head."""
+        return None
 
     def destinations(self, prefix: str) -> Destinations:
-        return join_destinations(prefix, self.qk_proj, q_norm=self.q_norm, k_norm=self.k_norm)
+        norms = dict(zip(self.norm_names, (self.q_norm, self.k_norm), strict=True))
+        return join_destinations(prefix, self.qk_proj, **norms)
+
+
+class MeanIndexer(BlockIndexer, PooledKeys):
+    """The indexer of Qwen4-Exp (Qwen, 2026): all heads choose the same pools of consecutive tokens.
+
+    A pool's key is the mean of its tokens' keys, normalised, and rotated at the pool's first position. It is written
+    with the pool's last token. The score of a pool is sum_h max(q_h key, 0). A query attends to all
+    tokens of the best pools, and to its own pool as far as that is open. A token's row is its key before the norm.
+    """
+
+    norm_names = "q_layernorm", "k_layernorm"
+
+    def _projected_sizes(self) -> dict[str, int]:
+        return {"index_qk_proj": sum(self.sizes)}
+
+    def _write(self, keys: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """Write the rows of all tokens and the keys of pools that close."""
+        self.write_rows(
+            keys,
+            metadata,
+            self.config.pool_size,
+            norm_weight=self.k_norm.weight,
+            eps=self.k_norm.eps,
+            positions=positions,
+            cos_sin_cache=self.cos_sin_cache,
+            interleaved=self.interleaved,
+        )
+
+    def _weights(self, q: torch.Tensor) -> torch.Tensor:
+        return torch.ones(q.shape[:2], device=q.device)
