@@ -321,8 +321,8 @@ class CompressedCall(NamedTuple):
 
 
 def tensor_names(call: AttentionCall | MlaCall | CompressedCall) -> list[str]:
-    """Return the names of a call's tensors. Calls that are bound with it have the same ones."""
-    return [name for name, value in call._asdict().items() if isinstance(value, torch.Tensor)]
+    """Return the names of a call's tensors, also of those that are None: the next step may have them."""
+    return [name for name, value in call._asdict().items() if value is None or isinstance(value, torch.Tensor)]
 
 
 def bind_steps(
@@ -337,11 +337,13 @@ def bind_steps(
 
     def bind_step(*positional: torch.Tensor, plan: AttentionPlan | None = None, **arguments: Any) -> Any:
         arguments |= zip(kind._fields, positional, strict=False)
-        arguments["is_causal"] = arguments.get("causal")  # a tensor in calls of `paged_attention` alone
+        causal = arguments.get("causal")
+        if isinstance(causal, torch.Tensor) and causal.dim():
+            arguments["is_causal"] = causal
         max_seqlen_q = arguments["max_seqlen_q"]
         check_plan(plan, arguments["cu_seqlens_q"], arguments["seq_lens"], max_seqlen_q)
-        tensors = {name: arguments[name] for name in names}
-        longest = min(int(max_seqlen_q), len(tensors["q"]))
+        tensors = {name: arguments.get(name) for name in names}
+        longest = min(int(max_seqlen_q), len(arguments["q"]))
         return bind(kind(**options | tensors | {"max_seqlen_q": longest}), plan)
 
     return bind_step
