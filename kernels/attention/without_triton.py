@@ -164,7 +164,7 @@ def _bind_definition(
     def run(*positional: torch.Tensor, max_seqlen_q: int, out: torch.Tensor | None = None, **arguments: Any) -> Any:
         _note_read(definition.__name__)
         arguments |= zip(call._fields, positional, strict=False)
-        tensors = {name: arguments.get(name) for name in names}
+        tensors: dict[str, Any] = {name: arguments.get(name) for name in names}
         check(call._replace(max_seqlen_q=max_seqlen_q, **tensors))
         results = definition(**tensors, **options, compute=torch.float32)
         return _rounded(results, call.q.dtype, out, return_lse=call.return_lse)

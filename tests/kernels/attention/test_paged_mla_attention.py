@@ -97,6 +97,13 @@ def test_layers_share_a_plan(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("backend")
+def test_a_bound_call_takes_keys_that_a_later_step_chooses(device: torch.device) -> None:
+    arguments = make(Problem("", ((2, 20),), chosen=5), device) | {"max_seqlen_q": 2}
+    bound = paged_mla_attention.bind(**arguments | {"indices": None})
+    assert torch.equal(bound(**arguments), paged_mla_attention(**arguments))
+
+
+@pytest.mark.usefixtures("backend")
 @INTERPRETED_LATER
 @pytest.mark.parametrize("chosen", [0, 400])
 def test_deterministic_results_do_not_depend_on_the_batch(chosen: int, device: torch.device) -> None:
