@@ -222,8 +222,6 @@ class Share:
 
     def _attention(self, layer: AttentionConfig) -> AttentionConfig:
         compressed = layer.compressed
-        if compressed is not None and compressed.sharing is not None:
-            raise UnsupportedError(f"tensor_parallel_size {self.size}: entries that layers share, supported is 1")
         if compressed is not None:  # groups of heads are split; every rank has all rows and entries
             compressed = replace(compressed, num_groups=self._divided("o_groups", compressed.num_groups))
         heads = layer.num_kv_heads

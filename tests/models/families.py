@@ -12,6 +12,7 @@ import torch
 
 from paged.models.paged_lm import PagedCausalLM
 from paged.step.batch import UnifiedBatchItem
+from tests.models.deepseek_v41 import SETTINGS, DeepseekV41
 from tests.models.edits import Tensors, edit_tensors
 from tests.models.kimi_k3 import KimiK3
 from tests.tolerance import assert_within
@@ -509,6 +510,18 @@ def with_pictures(name: str, text: dict[str, Any]) -> Any:
     if name == "deepseek_ocr2":
         vision = {"sam_config": options(_SAM), "encoder_config": options(f"{_SIZES} num_hidden_layers=1")}
     return CONFIG_MAPPING[name](text_config=text, vision_config=vision)
+
+
+def save_family(name: str, folder: Path) -> Any:
+    """A random model of a family by its name, saved as `save_checkpoint` does.
+
+    DeepSeek-V4.1 has settings of its own, and no configuration of transformers.
+    """
+    if name == "deepseek_v41":
+        by_formula = DeepseekV41(SETTINGS)
+        by_formula.save_pretrained(folder)
+        return by_formula
+    return save_checkpoint((PARTS | FAMILIES | VARIANTS)[name], folder)
 
 
 def save_checkpoint(config: Any, folder: Path, **save_options: Any) -> Any:

@@ -23,6 +23,7 @@ from paged.models.layers.compressed_attention import CompressedAttention, Pool
 from paged.models.layers.decoder import Linear
 from paged.models.layers.latent_attention import UpProjection
 from paged.models.layers.open_rows import RowPlaces
+from paged.models.layers.shared_entries import LatentPool
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.share import Share
 from paged.models.quantization.packed_weights import PackedWeights
@@ -179,7 +180,7 @@ def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, growth: int, tm
     assert room == (num_blocks - 9 * 3) * 128
 
 
-def _e4m3_error(numbers: torch.Tensor) -> torch.Tensor:
+def e4m3_error(numbers: torch.Tensor) -> torch.Tensor:
     """The largest error of codes of e4m3: 2^-4 of each number."""
     return 2**-4 * numbers.abs()
 
@@ -187,7 +188,7 @@ def _e4m3_error(numbers: torch.Tensor) -> torch.Tensor:
 def _nvfp4_error(numbers: torch.Tensor) -> torch.Tensor:
     """The largest error of records in NVFP4: half a step of a code, and 2^-9 of bfloat16. Index keys are e4m3."""
     if numbers.shape[-1] != 512:
-        return _e4m3_error(numbers)
+        return e4m3_error(numbers)
     groups = numbers[..., :448].abs().unflatten(-1, (-1, 16))
     scales = 17 / 96 * groups.amax(-1, keepdim=True)  # the largest magnitude / 6, rounded by up to 2^-4
     half_steps = torch.where(groups < 2 * scales, 0.25, torch.where(groups < 4 * scales, 0.5, 1.0))
@@ -206,11 +207,14 @@ def _off_by_a_code(model: PagedCausalLM, error: Callable[[torch.Tensor], torch.T
     for module in model.network.modules():
         if isinstance(module, Pool):
             vars(module)["write"] = partial(perturb, module.entry_cache, module.write)
+        elif isinstance(module, LatentPool):
+            vars(module)["write_entries"] = partial(perturb, module.entry_cache, module.write_entries)
+            vars(module)["write_keys"] = partial(perturb, module.key_cache, module.write_keys)
         elif isinstance(module, CompressedAttention):
             vars(module)["write"] = partial(perturb, module.kv_cache, module.write)
 
 
-def _scales_of_neighbours(parts: RecordParts) -> None:
+def scales_of_neighbours(parts: RecordParts) -> None:
     parts.scales.copy_(parts.scales.roll(1, -1))
 
 
@@ -222,7 +226,7 @@ def _swapped_codes(parts: RecordParts) -> None:
 @pytest.mark.parametrize("backend", ["torch"], indirect=True)
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "error", "fault"),
-    [("fp8", _e4m3_error, _scales_of_neighbours), ("nvfp4", _nvfp4_error, _swapped_codes)],
+    [("fp8", e4m3_error, scales_of_neighbours), ("nvfp4", _nvfp4_error, _swapped_codes)],
 )
 def test_records(
     backend: str,
@@ -232,10 +236,20 @@ def test_records(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows, entries and index keys in codes: near those of float32, and the same behind a cut and after a hit."""
     save_checkpoint(Families(model=_LARGE_HEADS)["model"], tmp_path)
-    plain = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
-    model = load_model(tmp_path, block_size=BLOCK, num_blocks=64, kv_cache_dtype=kv_cache_dtype)
+    check_records(tmp_path, kv_cache_dtype, error, fault, monkeypatch)
+
+
+def check_records(
+    folder: Path,
+    kv_cache_dtype: str,
+    error: Callable[[torch.Tensor], torch.Tensor],
+    fault: Callable[[RecordParts], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows, entries and index keys in codes: near those of float32, and the same behind a cut and after a hit."""
+    plain = load_model(folder, block_size=BLOCK, num_blocks=64)
+    model = load_model(folder, block_size=BLOCK, num_blocks=64, kv_cache_dtype=kv_cache_dtype)
     manager, ids = model.kv_manager, [*tokens(24), 3]
     exact = plain.forward_verify("a", ids)
     rounded = torch.cat([model.forward_verify("a", part) for part in (ids[:5], ids[5:])])

@@ -14,14 +14,13 @@ from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.errors import CheckpointError, PagedError, UnsupportedError
 from paged.models.layers.engram import SharedIds
 from paged.models.loading.hf_config import HfConfig
-from paged.models.parallel.share import Share
 from paged.models.registry import load_model, model_config
 from paged.serving.command_line.checkpoint_summary import summarize
 from tests.executors.engine_cases import check_pool_empty, run
 from tests.models.deepseek_v41 import SETTINGS, DeepseekV41
 from tests.models.edits import WEIGHTS, assert_refused, edit_config
 from tests.models.families import Case, assert_same_logits, forward, logits_of, tokens
-from tests.models.test_deepseek_v4 import BLOCK, go_on_from, mxfp4
+from tests.models.test_deepseek_v4 import BLOCK, check_records, e4m3_error, go_on_from, mxfp4, scales_of_neighbours
 
 # Sources of entries of two tokens have open pools.
 OPEN_LAYERS = [SETTINGS["num_hidden_layers"] + 1 + layer for layer in (2, 4)]
@@ -186,6 +185,24 @@ def test_bytes_of_long_sequences(dtype: torch.dtype, entry: int, tmp_path: Path)
     assert summary["host_bytes"] == (384_006_168 + 384_016_682) * (256 + 256 // 32)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["torch"], indirect=True)
+def test_records_of_528_bytes(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries of two tokens and of one, shared and chosen; all experts, because a changed choice is no rounding."""
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "compress_ratios": [2, 1, 1, 1],
+        "kv_source_layer_ids": [0, 1],
+        "index_source_layer_ids": [0, 1, 3],
+        "candidate_source_layer_id": 1,
+        "engram_layer_ids": [],
+        "engram_num_embeddings": [],
+    }
+    heads = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128, "index_topk": 6}
+    save(tmp_path, **layers, **heads, num_experts_per_tok=8)
+    check_records(tmp_path, "fp8", e4m3_error, scales_of_neighbours, monkeypatch)
+
+
 def e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes of e4m3, a power of two for each 32 x 32 of them, and the numbers that they stand for."""
     rows, columns = (-(-size // 32) for size in weight.shape)
@@ -274,11 +291,6 @@ def test_refusals(name: str) -> None:
     text = SETTINGS | values
     with pytest.raises(error, match=message):
         model_config(HfConfig({"architectures": ["DeepseekV41ForCausalLM"], "text_config": text}, "config.json"))
-
-
-def test_several_ranks_are_refused(case: Case) -> None:
-    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2: entries that layers share"):
-        Share(0, 2).config(case.ours.network.config)
 
 
 def test_a_tokenizer_of_another_hash_and_drafts_are_refused(tmp_path: Path) -> None:

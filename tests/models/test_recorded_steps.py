@@ -16,7 +16,7 @@ from paged.models import step_graphs
 from paged.models.step_graphs import capture_for
 from paged.models.step_threads import StepThreads
 from tests.backends import needs_numba
-from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint
+from tests.models.families import FAMILIES, assert_same_logits, save_checkpoint, save_family
 from tests.models.stepping import begin, decode, make
 
 CPU = torch.device("cpu")
@@ -73,12 +73,12 @@ def test_products_of_packed_weights_are_recorded(name: str, form: str, tmp_path:
     [
         *("cohere2", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "gpt_oss", "hunyuan_v1_dense", "llama4"),
         *("mimo_v2_flash", "minimax_m3", "ministral3", "nemotron_h", "qwen3_moe", "qwen3_next"),
-        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v4", "qwen4_exp")),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in ("deepseek_v4", "deepseek_v41", "qwen4_exp")),
     ],
 )
 def test_operations_between_the_kernels_are_recorded(name: str, tmp_path: Path, backend: str) -> None:
     """Layer norms, softcaps, sorting, reads by index, experts; in bfloat16 experts of large steps depend on the CPU."""
-    save_checkpoint(FAMILIES[name], tmp_path)
+    save_family(name, tmp_path)
     recorded, eager = (make(tmp_path, graphs, dtype=torch.bfloat16) for graphs in (None, False))
     for model in (recorded, eager):
         begin(model, (7, 3, 12, 1, 18))

@@ -12,7 +12,7 @@ import torch
 from paged.executors.llm_executor import LlmExecutor
 from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 from tests.executors.parallel.followers import OPTIONS, Followers
-from tests.models.families import FAMILIES, PARTS, save_checkpoint, tokens
+from tests.models.families import save_family, tokens
 
 PROMPT = tokens(40)
 
@@ -48,6 +48,6 @@ class Case:
 def load_case(case: str, folder: Path, followers: Followers) -> Iterator[Case]:
     """Save a family, load it here, and in as many processes as the case says."""
     name, size, *experts = case.split()
-    save_checkpoint((PARTS | FAMILIES)[name], folder)
+    save_family(name, folder)
     with followers.load(folder, int(size), expert_parallel=bool(experts), **OPTIONS) as spread:
         yield Case(LlmExecutor.from_pretrained(folder, **OPTIONS), spread)

@@ -10,7 +10,9 @@ from tests.executors.parallel.followers import Followers
 from tests.executors.parallel.spread import PROMPT, Case, cases_of, load_case
 from tests.models.families import tokens
 
-CASES = cases_of("llama 2, qwen3_moe 2 experts", thorough="gemma3 4, gpt_oss 4, deepseek_v4 2 experts")
+CASES = cases_of(
+    "llama 2, qwen3_moe 2 experts", thorough="gemma3 4, gpt_oss 4, deepseek_v4 2 experts, deepseek_v41 2 experts"
+)
 
 
 @pytest.fixture(scope="module", params=CASES)
