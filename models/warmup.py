@@ -84,7 +84,7 @@ def load_numba_kernels(network: Network, dtype: torch.dtype, track: Track = untr
     kernels = []
     for name in names:
         kernels += [value for value in vars(module(name)).values() if isinstance(value, kind)]
-    kernels.append(module("cpu.attention.few_kernels").kernel_of("", ""))
+    kernels.append(module("cpu.attention.few_kernels").kernel_of(dtype, ("", 0), ("", 0)))
     kernels.append(module("cpu.attention.paged_attention").kernel_of_many(dtype))
     if has_products:
         kernels += module("cpu.quantization.block_product").KERNELS.values()

@@ -33,6 +33,11 @@ _INT, _SHORT, _BYTE = ir.IntType(32), ir.IntType(16), ir.IntType(8)
 _SHORTS, _HALVES = ir.VectorType(_SHORT, LANES), ir.VectorType(ir.HalfType(), LANES)
 _BYTES = ir.VectorType(_BYTE, LANES)
 _FLAGS = tuple(FASTMATH)
+# Numbers of the 16 codes. Twice those of e2m1 are whole.
+INT4_NUMBERS = tuple(range(-8, 8))
+TWICE_E2M1_NUMBERS = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+# Factor of twice e2m1 times an e4m3 scale / 256.
+NVFP4_UNIT = 128.0
 # Whether one instruction converts float16 to float32. All CPUs with AVX2 have it.
 HAS_FLOAT16 = HAS_WIDE_VECTORS or cpu_features().get("f16c", False)
 
@@ -70,21 +75,23 @@ def _int8(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Va
     return [builder.sitofp(builder.sext(part, WORDS), VECTOR) for part in _bytes(builder, codes, index)]
 
 
-def _from_e4m3(builder: ir.IRBuilder, shifted: ir.Value) -> ir.Value:
+def from_e4m3(builder: ir.IRBuilder, shifted: ir.Value) -> ir.Value:
     """Return numbers / 256 by way of float16; see `decode_e4m3` for the bits. shifted: signed bytes << 7."""
+    count = shifted.type.count
+    halves, numbers = ir.VectorType(ir.HalfType(), count), ir.VectorType(ir.FloatType(), count)
 
     def constant(bits: int) -> ir.Constant:
-        return ir.Constant(_SHORTS, [bits] * LANES)
+        return ir.Constant(shifted.type, [bits] * count)
 
     half = builder.and_(shifted, constant(-0x4001))
     highest_of_nan = builder.and_(builder.add(half, constant(0x80)), constant(0x4000))
-    return builder.fpext(builder.bitcast(builder.or_(half, highest_of_nan), _HALVES), VECTOR)
+    return builder.fpext(builder.bitcast(builder.or_(half, highest_of_nan), halves), numbers)
 
 
 def _e4m3(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
     seven = ir.Constant(_SHORTS, [7] * LANES)
     return [
-        _from_e4m3(builder, builder.shl(builder.sext(part, _SHORTS), seven)) for part in _bytes(builder, codes, index)
+        from_e4m3(builder, builder.shl(builder.sext(part, _SHORTS), seven)) for part in _bytes(builder, codes, index)
     ]
 
 
@@ -118,7 +125,7 @@ def _looked_up(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value, numbers:
 def _int4(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
     """Return the even and the odd numbers of 16 bytes: nibbles - 8."""
     if HAS_WIDE_VECTORS:
-        return _looked_up(builder, codes, index, range(-8, 8))
+        return _looked_up(builder, codes, index, INT4_NUMBERS)
     words = builder.zext(builder.load(at(builder, codes, index, _BYTE), align=1), WORDS)
     nibbles = words, builder.lshr(words, ir.Constant(WORDS, [4] * LANES))
     fifteen, eight = ir.Constant(WORDS, [15] * LANES), ir.Constant(WORDS, [8] * LANES)
@@ -127,8 +134,7 @@ def _int4(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Va
 
 def _e2m1(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
     """Return twice the even and the odd numbers of 16 bytes, which are whole."""
-    magnitudes = 0, 1, 2, 3, 4, 6, 8, 12
-    return _looked_up(builder, codes, index, [*magnitudes, *(-magnitude for magnitude in magnitudes)])
+    return _looked_up(builder, codes, index, TWICE_E2M1_NUMBERS)
 
 
 def _bfloat16_scale(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) -> ir.Value:
@@ -153,7 +159,7 @@ def _e4m3_scales(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) -> ir
     lanes = [zero, 0] * (LANES // 2) + [zero, 1] * (LANES // 2)
     zeros = ir.Constant(both, [0] * 2 * LANES)
     upper = builder.shuffle_vector(builder.bitcast(pairs, both), zeros, ir.Constant(ir.VectorType(_INT, zero), lanes))
-    return _from_e4m3(builder, builder.ashr(builder.bitcast(upper, _SHORTS), ir.Constant(_SHORTS, [1] * LANES)))
+    return from_e4m3(builder, builder.ashr(builder.bitcast(upper, _SHORTS), ir.Constant(_SHORTS, [1] * LANES)))
 
 
 _E4M3 = Codes(_e4m3, unit=256.0, needs_float16=True)
@@ -164,7 +170,7 @@ CODES = {
     "e4m3_rows": _E4M3,
     "e5m2": Codes(_e5m2, needs_float16=True),
     "int4": Codes(_int4, bfloats, 2, _bfloat16_scale, 1),
-    "nvfp4": Codes(_e2m1, uint8s, 2, _e4m3_scales, 2, unit=128.0, needs_float16=True),
+    "nvfp4": Codes(_e2m1, uint8s, 2, _e4m3_scales, 2, unit=NVFP4_UNIT, needs_float16=True),
 }
 
 

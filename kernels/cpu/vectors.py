@@ -120,8 +120,9 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> 
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
+    """Return a vector of one value in all lanes."""
     lowest = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, LANES), [0] * LANES))
+    return builder.shuffle_vector(lowest, lowest, ir.Constant(ir.VectorType(_INT, kind.count), [0] * kind.count))
 
 
 def at(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, element: ir.Type) -> ir.Value:
@@ -245,9 +246,9 @@ def larger(builder, a, b):
     return builder.select(builder.fcmp_ordered("<", a, b), b, a)
 
 
-def sum_from_zero(builder: ir.IRBuilder) -> ir.Value:
+def sum_from_zero(builder: ir.IRBuilder, kind: ir.Type = VECTOR) -> ir.Value:
     """Return a variable for a vector of sums, set to 0."""
-    zero = ir.Constant(VECTOR, [0.0] * LANES)
+    zero = ir.Constant(kind, [0.0] * kind.count)
     total = cgutils.alloca_once_value(builder, zero)
     builder.store(zero, total)  # set it again for every pass of an enclosing loop
     return total
@@ -396,7 +397,7 @@ def prefetch(builder: ir.IRBuilder, pointer: ir.Value, locality: int = 2) -> Non
 
 @emitted()
 def prefetch_row(builder, pointer, index, size):
-    """Prefetch `size` elements from an index on to the L1 cache."""
+    """Prefetch `size` elements from an index on to the L2 cache."""
     row, element = builder.gep(pointer, [index]), pointer.type.pointee
     line = 2 * LANES
     if element == _FLOAT:
@@ -404,7 +405,7 @@ def prefetch_row(builder, pointer, index, size):
     elif element == _BYTE:
         line = 4 * LANES
     with steps(builder, size, line) as i:
-        prefetch(builder, builder.gep(row, [i]), 3)
+        prefetch(builder, builder.gep(row, [i]))
 
 
 def _add_products(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, total: ir.Value) -> ir.Value:

@@ -13,9 +13,8 @@ from ...core.checks import scale_strides
 from ...core.dtypes import kv_kind
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LOG2_E
-from . import few_queries
-from .few_queries import _KEYS
+from ..vectors import HAS_BF16_PRODUCTS, LOG2_E
+from .few_queries import _KEYS, FORMATS, FORMATS_OF_PAIRS, Format, attention_by
 from .many_queries import options_of
 
 # Scratch memory of the rows that a thread takes at once. Adjacent heads are read together while this fits the L1 cache.
@@ -29,34 +28,40 @@ TENSORS = (
 )
 
 
-def _attention_of(keys: str, values: str) -> Any:
+def _format_of(name: str, dtype: torch.dtype, size: int) -> tuple[str, Format]:
+    """Return the format of a kind of cache, by its name, beside queries of a dtype, and the format's name.
+
+    size: numbers of a row.
+    """
+    if dtype == torch.bfloat16 and HAS_BF16_PRODUCTS:
+        for numbers, formats in FORMATS_OF_PAIRS.items():
+            if name in formats and size % numbers == 0:
+                return f"{name}_by_{numbers}", formats[name]
+    return name, FORMATS[name]
+
+
+def _attention_of(keys: Format, values: Format, dtype: torch.dtype) -> Any:
     """Return a function of a kernel's arguments that attends over keys and values of these formats."""
-    key_format, value_format = few_queries.FORMATS[keys], few_queries.FORMATS[values]
-    attend = few_queries.attention_by(key_format, value_format)
-    k_bfloats, copied_bfloats = key_format.bfloats
-    k_floats, copied_floats = key_format.floats
-    v_bfloats, v_floats = value_format.bfloats[0], value_format.floats[0]
-    k_scales, v_scales, k_unit, v_unit = key_format.scales, value_format.scales, key_format.unit, value_format.unit
+    attend = attention_by(keys, values)
+    pointers, (k_pointers, copied), (v_pointers, _) = nb.floats, keys.floats, values.floats
+    if dtype == torch.bfloat16:
+        pointers, (k_pointers, copied), (v_pointers, _) = nb.bfloats, keys.bfloats, values.bfloats
+    k_scales, v_scales, k_unit, v_unit = keys.scales, values.scales, keys.unit, values.unit
 
     @nb.inlined
     def run(arguments):
-        values = nb.unpack(arguments, 51)
-        is_bf16, q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:9]
+        values = nb.unpack(arguments, 50)
+        q, k_cache, v_cache, out, block_table, cu_seqlens_q, seq_lens = values[1:8]
+        tensors = pointers(q), k_pointers(k_cache), v_pointers(v_cache)
         ids = nb.int32s(block_table), nb.int32s(cu_seqlens_q), nb.int32s(seq_lens)
-        options, scratch, scratch_size = options_of(values[9:12], values[38:41]), values[12], values[13]
-        at, scale = nb.thread_index() * scratch_size, nb.as_float(values[14])
-        floats, queries = nb.floats(scratch), scratch + at * 4  # in bytes
-        sizes, strides = values[15:27], values[27:38] + values[45:51]
-        scales = k_scales(values[41]), v_scales(values[42])
-        factors = nb.floats(values[43])[0] * np.float32(k_unit), nb.floats(values[44])[0] * np.float32(v_unit)
-        if is_bf16:
-            tensors = nb.bfloats(q), k_bfloats(k_cache), v_bfloats(v_cache)
-            memory = floats, copied_bfloats(queries)
-            attend(*tensors, scales, factors, nb.bfloats(out), ids, memory, options, sizes, strides, scale, at)
-        else:
-            wide = nb.floats(q), k_floats(k_cache), v_floats(v_cache)
-            memory = floats, copied_floats(queries)
-            attend(*wide, scales, factors, nb.floats(out), ids, memory, options, sizes, strides, scale, at)
+        options, scratch, scratch_size = options_of(values[8:11], values[37:40]), values[11], values[12]
+        at = nb.thread_index() * scratch_size
+        memory = nb.floats(scratch), copied(scratch + at * 4)  # in bytes
+        sizes, strides = values[14:26], values[26:37] + values[44:50]
+        scales = k_scales(values[40]), v_scales(values[41])
+        scale = max(nb.as_float(values[13]) * nb.floats(values[42])[0] * np.float32(k_unit), np.float32(LEAST_SCALE))
+        factor = nb.floats(values[43])[0] * np.float32(v_unit)
+        attend(*tensors, scales, factor, pointers(out), ids, memory, options, sizes, strides, scale, at)
 
     return run
 
@@ -69,11 +74,25 @@ def _paged_attention(arguments):
 
 
 @cache
-def kernel_of(keys: str, values: str) -> nb.Kernel:
-    """Return the kernel for caches of two kinds, by names of `KvKind`. It is compiled at its first use."""
-    return nb.Kernel(
-        _paged_attention, name=f"of_{keys}_and_{values}", functions={"_attend": _attention_of(keys, values)}
+def kernel_of(dtype: torch.dtype, keys: tuple[str, int], values: tuple[str, int]) -> nb.Kernel:
+    """Return the kernel for queries of a dtype; it is compiled at its first use.
+
+    Args:
+        dtype: float32 or bfloat16.
+        keys: name of the `KvKind` of keys, and their size.
+        values: the same of values.
+    """
+    (k_name, k_format), (v_name, v_format) = (
+        _format_of(keys[0], dtype, keys[1]),
+        _format_of(values[0], dtype, values[1]),
     )
+    name = f"of_{k_name}_and_{v_name}_beside_{dtype}"
+    return _kernel(name, k_format, v_format, dtype)
+
+
+@cache
+def _kernel(name: str, keys: Format, values: Format, dtype: torch.dtype) -> nb.Kernel:
+    return nb.Kernel(_paged_attention, name=name, functions={"_attend": _attention_of(keys, values, dtype)})
 
 
 def sizes_of(call: AttentionCall) -> tuple[int, ...]:
@@ -117,10 +136,9 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
     max_rows = max(max_queries * group, min(num_kv_heads * group, _SCRATCH_BYTES // (4 * row_size)))
     scratch_size = -(-max_rows * row_size // 16) * 16
     arguments: tuple[int | str, ...] = (
-        call.q.dtype == torch.bfloat16,
         *TENSORS,
         scratch_size,
-        nb.bits(max(call.softmax_scale * LOG2_E, LEAST_SCALE)),
+        nb.bits(call.softmax_scale * LOG2_E),
         len(call.seq_lens),
         max_queries,
         num_kv_heads,
@@ -129,5 +147,7 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
         *sizes_of(call),
         *scales_of(call),
     )
-    kernel = kernel_of(kv_kind(call.k_cache.dtype).name, kv_kind(call.v_cache.dtype).name)
+    keys = kv_kind(call.k_cache.dtype).name, size
+    values = kv_kind(call.v_cache.dtype).name, v_size
+    kernel = kernel_of(call.q.dtype, keys, values)
     return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size)

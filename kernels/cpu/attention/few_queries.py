@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import kernel as nb
+from ..code_pairs import NUMBERS_PER_WORD, PAIR_CODES, PairCodes, columns_of_sums, pair_products, weighted_pair_sums
 from ..code_vectors import CODES, NUMBERS, Codes, code_products, weighted_code_sums
 from ..vectors import (
     HAS_WIDE_VECTORS,
@@ -37,30 +39,39 @@ _KEYS = 64
 _copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
 _add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
 Step = Callable[..., Any]
+# Bytes of a cache line, and of scales by what makes a pointer to them.
+_LINE = 64
+_SCALE_BYTES = {nb.floats: 4, nb.bfloats: 2, nb.uint8s: 1}
 
 
 class Format(NamedTuple):
     """A format of keys and of values: the steps that read them, and pointers to what they read.
 
     Attributes:
-        copy_query: copies a query, times a factor if the format has groups.
+        copy_query: copies a query.
         fetch: prefetches keys or values.
+        fetch_scales: prefetches their scales.
         rows_scored: returns how many of a head's last rows `score` takes next.
         score: computes products of queries and keys.
         scale_weights: multiplies the weights of keys before `weigh`.
-        weigh: adds weighted values.
+        rows_weighed: returns how many of a head's last rows `weigh` takes next.
+        weigh: adds `columns` weighted values of keys.
+        columns: values of a row that are weighed together.
         copy_sums: writes a row of sums, times a factor.
-        unit: factor of all numbers, besides those of a table, for `copy_query` and `copy_sums`.
+        unit: factor of all numbers, besides that of a table, for the scale of scores and for `copy_sums`.
         bfloats, floats: make pointers to a cache and to copied queries beside queries of this dtype.
         scales: makes a pointer to scales.
     """
 
     copy_query: Step
     fetch: Step
+    fetch_scales: Step
     rows_scored: Step
     score: Step
     scale_weights: Step
+    rows_weighed: Step
     weigh: Step
+    columns: int
     copy_sums: Step
     unit: float
     bfloats: tuple[Any, Any]
@@ -89,19 +100,37 @@ def _fetch_nibbles(cache, start, stride, head_stride, num_heads, size, begin, en
     _fetch_keys(cache, start, stride, head_stride, num_heads, size // 2, begin, end)
 
 
+def _fetch_scales_of(scales_per_line: int) -> Step:
+    """Return the step that prefetches the scales of a range of keys or values; many heads' lie in one cache line."""
+
+    @nb.device_function
+    def fetch(scales, start, stride, head_stride, num_heads, begin, end):
+        heads_per_line = max(1, scales_per_line // max(1, head_stride))
+        for key in range(begin, end):
+            for head in range(0, num_heads, heads_per_line):
+                prefetch_row(scales, start + key * stride + head * head_stride, 1)
+
+    return fetch
+
+
 @nb.inlined
-def _copy_query(q, start, _factor, queries, to, size):
+def _fetch_no_scales(_scales, _start, _stride, _head_stride, _num_heads, _begin, _end):
+    pass
+
+
+@nb.inlined
+def _copy_query(q, start, queries, to, size):
     for i in range(0, size, LANES):
         store_part(queries, to + i, load_part(q, start + i, size - i), size - i)
 
 
 @nb.device_function
-def _copy_even_and_odd(q, start, factor, queries, to, size):
-    """Copy a query, times a factor, with the even ones of 32 numbers before the odd ones."""
+def _copy_even_and_odd(q, start, queries, to, size):
+    """Copy a query with the even ones of 32 numbers before the odd ones."""
     for chunk in range(0, size, 2 * LANES):
         for i in range(LANES):
-            queries[to + chunk + i] = nb.load(q, start + chunk + 2 * i) * factor
-            queries[to + chunk + LANES + i] = nb.load(q, start + chunk + 2 * i + 1) * factor
+            queries[to + chunk + i] = nb.load(q, start + chunk + 2 * i)
+            queries[to + chunk + LANES + i] = nb.load(q, start + chunk + 2 * i + 1)
 
 
 @nb.device_function
@@ -113,10 +142,41 @@ def _copy_in_turn(sums, start, factor, out, to, size):
             nb.store(out, to + chunk + 2 * i + 1, sums[start + chunk + LANES + i] * factor)
 
 
-def _scores_by(codes: Codes, num_rows: int) -> Step:
-    """Return a function that computes the products of `num_rows` queries with keys in codes."""
-    num_together = LANES // num_rows
-    products, products_of_one = code_products(codes, num_together, num_rows), code_products(codes, 1, num_rows)
+def _copy_query_in_quarters(numbers: int) -> Step:
+    """Return the step that copies a query with every fourth of `numbers` numbers in turn."""
+    count = numbers // NUMBERS_PER_WORD
+
+    @nb.device_function
+    def copy_query(q, start, queries, to, size):
+        for chunk in range(0, size, numbers):
+            for quarter in range(NUMBERS_PER_WORD):
+                for i in range(count):
+                    queries[to + chunk + quarter * count + i] = q[start + chunk + NUMBERS_PER_WORD * i + quarter]
+
+    return copy_query
+
+
+def _copy_pair_sums(numbers: int) -> Step:
+    """Return the step that undoes the order of `weighted_pair_sums`, times a factor."""
+    columns = tuple(columns_of_sums(numbers))
+
+    @nb.device_function
+    def copy_sums(sums, start, factor, out, to, size):
+        for chunk in range(0, size, numbers):
+            for i in range(numbers):
+                nb.store(out, to + chunk + columns[i], sums[start + chunk + i] * factor)
+
+    return copy_sums
+
+
+def _scores_by(products_of: Callable[[int, int], Any], num_rows: int, num_sums: int) -> Step:
+    """Return a function that computes the products of `num_rows` queries with keys in codes.
+
+    products_of: returns the intrinsic for a number of keys and of rows; see `code_products`.
+    num_sums: vectors of sums that it holds.
+    """
+    num_together = num_sums // num_rows
+    products, products_of_one = products_of(num_together, num_rows), products_of(1, num_rows)
 
     @nb.inlined
     def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
@@ -135,11 +195,9 @@ def _scores_by(codes: Codes, num_rows: int) -> Step:
     return score
 
 
-def _code_steps(codes: Codes) -> tuple[Step, Step]:
-    """Return the steps that compute scores of keys in codes, and add weighted values in codes."""
-    score_one, score_two, score_four = (_scores_by(codes, num_rows) for num_rows in (1, 2, 4))
-    add_to_one, add_to_two, add_to_four = (weighted_code_sums(codes, num_rows) for num_rows in (1, 2, 4))
-    numbers_per_byte, num_scales = codes.numbers_per_byte, codes.num_scales
+def _score_step(products_of: Callable[[int, int], Any], num_sums: int) -> Step:
+    """Return the step that computes scores of keys in codes; see `_scores_by`."""
+    score_one, score_two, score_four = (_scores_by(products_of, num_rows, num_sums) for num_rows in (1, 2, 4))
 
     @nb.inlined
     def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to, num_rows):
@@ -150,6 +208,18 @@ def _code_steps(codes: Codes) -> tuple[Step, Step]:
             score_two(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to)
         else:
             score_one(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to)
+
+    return score
+
+
+def _weigh_step(sums_of: Callable[[int], Any], numbers_per_byte: int, num_scales: int, most_rows: int) -> Step:
+    """Return the step that adds weighted values in codes.
+
+    sums_of: returns the intrinsic for a number of rows; see `weighted_code_sums`.
+    num_scales: scales of 32 numbers.
+    most_rows: rows that share reads of values, 2 or 4.
+    """
+    add_to_one, add_to_two, add_to_most = sums_of(1), sums_of(2), sums_of(most_rows)
 
     @nb.inlined
     def weigh(
@@ -168,11 +238,11 @@ def _code_steps(codes: Codes) -> tuple[Step, Step]:
         weights,
         num_rows,
     ):
-        """Add 32 weighted values of keys, from a column on, to the sums of 1, 2 or 4 rows; see `_weigh`."""
+        """Add weighted values of keys, from a column on, to the sums of 1, 2 or 4 rows; see `_weigh`."""
         value += column // numbers_per_byte
         place = place + column // NUMBERS * num_scales
         if num_rows == 4:
-            add_to_four(
+            add_to_most(
                 scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys
             )
         elif num_rows == 2:
@@ -180,7 +250,7 @@ def _code_steps(codes: Codes) -> tuple[Step, Step]:
         else:
             add_to_one(scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys)
 
-    return score, weigh
+    return weigh
 
 
 def _scale_step(unit: float) -> Step:
@@ -231,6 +301,12 @@ def _rows_together(num_rows):
     if HAS_WIDE_VECTORS and num_rows >= 2:
         return 2
     return 1
+
+
+@nb.device_function
+def _up_to_two(num_rows):
+    """Return how many of a head's last rows share the next reads of values of which a row has eight vectors of sums."""
+    return min(num_rows, 2)
 
 
 @nb.inlined
@@ -316,10 +392,34 @@ def attention_by(keys: Format, values: Format) -> Any:
     """Return a kernel over sequences whose keys and values have these formats."""
     copy_query, fetch_keys, rows_scored, score = keys.copy_query, keys.fetch, keys.rows_scored, keys.score
     fetch_values, scale_weights, weigh, copy_sums = values.fetch, values.scale_weights, values.weigh, values.copy_sums
+    rows_weighed, columns = values.rows_weighed, values.columns
+    fetch_k_scales, fetch_v_scales = keys.fetch_scales, values.fetch_scales
+
+    @nb.device_function
+    def fetch_next(caches, scales, strides, sizes, are_values, place, scale_place, num_heads, begin, end):
+        """Prefetch a range of the keys or values that are read next, with their scales."""
+        _, _, _, k_slot, k_head, _, v_slot, v_head = strides[:8]
+        _, k_scale_slot, k_scale_head, _, v_scale_slot, v_scale_head = strides[11:]
+        if are_values:
+            fetch_values(caches[1], place, v_slot, v_head, num_heads, sizes[1], begin, end)
+            fetch_v_scales(scales[1], scale_place, v_scale_slot, v_scale_head, num_heads, begin, end)
+        else:
+            fetch_keys(caches[0], place, k_slot, k_head, num_heads, sizes[0], begin, end)
+            fetch_k_scales(scales[0], scale_place, k_scale_slot, k_scale_head, num_heads, begin, end)
+
+    @nb.device_function
+    def next_places(block_table, table, strides, block_size, are_values, key, head):
+        """Return where a key or value that is read next begins, and its scales."""
+        block, slot, of_head, scale_block, scale_slot, scale_head = strides[2:5] + strides[11:14]
+        if are_values:
+            block, slot, of_head, scale_block, scale_slot, scale_head = strides[5:8] + strides[14:]
+        place, _ = _place_of_key(block_table, table, key, block_size, block, slot)
+        scale_place, _ = _place_of_key(block_table, table, key, block_size, scale_block, scale_slot)
+        return place + head * of_head, scale_place + head * scale_head
 
     @nb.device_function
     def attend_heads(
-        q, k_cache, v_cache, row_scales, factors, out, block_table, memory, options, strides, scale, at, seq, row,
+        q, k_cache, v_cache, row_scales, value_factor, out, block_table, memory, options, strides, scale, at, seq, row,
         num_queries, context, length, head, end_head, group, num_tokens, size, v_size, block_size, window_left,
         window_right, chunk_size, next_keys,
     ):  # fmt: skip
@@ -327,7 +427,7 @@ def attention_by(keys: Format, values: Format) -> Any:
 
         It returns whether all sums of values are finite.
 
-        factors: of all keys and of all values.
+        value_factor: of all values.
         context: position of the first query.
         next_keys: place of the keys that are read next, for prefetching.
         """
@@ -346,7 +446,7 @@ def attention_by(keys: Format, values: Format) -> Any:
         for r in range(rows):
             member = (head + r // of_head) * group + r % group
             start = (row + r % of_head // group) * q_token + member * q_head
-            copy_query(q, start, factors[0], queries, r * size, size)
+            copy_query(q, start, queries, r * size, size)
             for i in range(v_size):
                 scratch[sums + r * v_size + i] = np.float32(0)
             scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
@@ -359,10 +459,11 @@ def attention_by(keys: Format, values: Format) -> Any:
                 start, room = _place_of_key(block_table, table, tile + j, block_size, k_block, k_slot)
                 scales, _ = _place_of_key(block_table, table, tile + j, block_size, k_scale_block, k_scale_slot)
                 run = min(num_keys - j, room)
-                if j + run == num_keys:
-                    following, _ = _place_of_key(block_table, table, tile, block_size, v_block, v_slot)
-                else:
-                    following, _ = _place_of_key(block_table, table, tile + j + run, block_size, k_block, k_slot)
+                are_values = j + run == num_keys
+                next_key = tile if are_values else tile + j + run
+                following, next_scales = next_places(
+                    block_table, table, strides, block_size, are_values, next_key, head
+                )
                 # Mask invisible keys: a full vector of keys is faster than single keys.
                 num_scores = min(nb.rounded_up(run, LANES), room, _KEYS - j)
                 share = (run + rows - 1) // rows  # keys to prefetch with each row
@@ -373,12 +474,10 @@ def attention_by(keys: Format, values: Format) -> Any:
                     while r < end_row:
                         num_rows = rows_scored(end_row - r)
                         begin, end = r * share, min((r + num_rows) * share, run)
-                        if j + run == num_keys:
-                            fetch_values(
-                                v_cache, following + head * v_head, v_slot, v_head, num_heads, v_size, begin, end
-                            )
-                        else:
-                            fetch_keys(k_cache, following + head * k_head, k_slot, k_head, num_heads, size, begin, end)
+                        fetch_next(
+                            (k_cache, v_cache), row_scales, strides, (size, v_size), are_values, following, next_scales,
+                            num_heads, begin, end,
+                        )  # fmt: skip
                         to = scores + r * _KEYS + j
                         score(
                             queries, r * size, k_cache, key, k_slot, k_scales, place, k_scale_slot, num_scores, size,
@@ -412,29 +511,29 @@ def attention_by(keys: Format, values: Format) -> Any:
                 start, room = _place_of_key(block_table, table, tile + j, block_size, v_block, v_slot)
                 scales, _ = _place_of_key(block_table, table, tile + j, block_size, v_scale_block, v_scale_slot)
                 run = min(num_keys - j, room)
-                following = next_keys
-                if j + run < num_keys:
-                    following, _ = _place_of_key(block_table, table, tile + j + run, block_size, v_block, v_slot)
-                    following += head * v_head
-                elif tile + _KEYS < end_key:
-                    following, _ = _place_of_key(block_table, table, tile + _KEYS, block_size, k_block, k_slot)
-                    following += head * k_head
+                are_values = j + run < num_keys
+                following, next_scales = next_keys, scales
+                if are_values or tile + _KEYS < end_key:
+                    next_key = tile + j + run
+                    following, next_scales = next_places(
+                        block_table, table, strides, block_size, are_values, next_key, head
+                    )
                 share = (run + rows - 1) // rows
                 for h in range(num_heads):
                     value, r, end_row = start + (head + h) * v_head, h * of_head, (h + 1) * of_head
                     place = scales + (head + h) * v_scale_head
                     while r < end_row:
-                        num_rows = _rows_together(end_row - r)
+                        num_rows = rows_weighed(end_row - r)
                         begin, end, weights = r * share, min((r + num_rows) * share, run), scores + r * _KEYS + j
                         scale_weights(scratch, weights, num_rows, v_scales, place, v_scale_slot, run)
                         # Spread prefetches between the sums, because many at once delay the loads of values.
-                        step = (num_rows * share * 2 * LANES + v_size - 1) // v_size
-                        for column in range(0, v_size, 2 * LANES):
+                        step = (num_rows * share * columns + v_size - 1) // v_size
+                        for column in range(0, v_size, columns):
                             stop = min(begin + step, end)
-                            if j + run < num_keys:
-                                fetch_values(v_cache, following, v_slot, v_head, num_heads, v_size, begin, stop)
-                            else:
-                                fetch_keys(k_cache, following, k_slot, k_head, num_heads, size, begin, stop)
+                            fetch_next(
+                                (k_cache, v_cache), row_scales, strides, (size, v_size), are_values, following,
+                                next_scales, num_heads, begin, stop,
+                            )  # fmt: skip
                             begin += step
                             to, width = sums + r * v_size + column, v_size - column
                             weigh(
@@ -454,11 +553,11 @@ def attention_by(keys: Format, values: Format) -> Any:
             inverse = np.float32(0)
             if total != 0:
                 inverse = np.float32(1) / total
-            copy_sums(scratch, sums + r * v_size, inverse * factors[1], out, start, v_size)
+            copy_sums(scratch, sums + r * v_size, inverse * value_factor, out, start, v_size)
         return sum_of(zero_sums) == np.float32(0)
 
     @nb.device_function
-    def attend(q, k_cache, v_cache, scales, factors, out, ids, memory, options, sizes, strides, scale, at):
+    def attend(q, k_cache, v_cache, scales, value_factor, out, ids, memory, options, sizes, strides, scale, at):
         """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order.
 
         The first thread sets the rows of empty sequences and of no sequence to 0.
@@ -513,9 +612,10 @@ def attention_by(keys: Format, values: Format) -> Any:
                     query, num_together = np.int64(0), num_queries
                     while query < num_queries:
                         are_finite = attend_heads(
-                            q, k_cache, v_cache, scales, factors, out, block_table, memory, options, strides, scale, at,
-                            seq, row + query, num_together, length - num_queries + query, length, head, stop, group,
-                            num_tokens, size, v_size, block_size, window_left, window_right, chunk_size, next_keys,
+                            q, k_cache, v_cache, scales, value_factor, out, block_table, memory, options, strides,
+                            scale, at, seq, row + query, num_together, length - num_queries + query, length, head, stop,
+                            group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size,
+                            next_keys,
                         )  # fmt: skip
                         if are_finite or num_together == 1:
                             query += num_together
@@ -529,7 +629,6 @@ def attention_by(keys: Format, values: Format) -> Any:
 
 def _format_of(codes: Codes) -> Format:
     """Return the steps for rows in codes, which are read as bytes and multiplied as float32."""
-    score, weigh = _code_steps(codes)
     pointers = nb.uint8s, nb.floats
     fetch, copy_query, copy_sums = _fetch_keys, _copy_query, _copy_scaled
     if codes.numbers_per_byte == 2:
@@ -540,10 +639,13 @@ def _format_of(codes: Codes) -> Format:
     return Format(
         copy_query=copy_query,
         fetch=fetch,
+        fetch_scales=_fetch_scales_of(_LINE // _SCALE_BYTES[codes.scales]),
         rows_scored=_rows_together,
-        score=score,
+        score=_score_step(partial(code_products, codes), LANES),
         scale_weights=scale_weights,
-        weigh=weigh,
+        rows_weighed=_rows_together,
+        weigh=_weigh_step(partial(weighted_code_sums, codes), codes.numbers_per_byte, codes.num_scales, 4),
+        columns=NUMBERS,
         copy_sums=copy_sums,
         unit=unit,
         bfloats=pointers,
@@ -552,15 +654,43 @@ def _format_of(codes: Codes) -> Format:
     )
 
 
+def _format_of_pairs(codes: PairCodes, numbers: int) -> Format:
+    """Return the steps for rows of 4-bit codes beside bfloat16 queries, `numbers` at once."""
+    pointers = nb.uint8s, nb.bfloats
+    return Format(
+        copy_query=_copy_query_in_quarters(numbers),
+        fetch=_fetch_nibbles,
+        fetch_scales=_fetch_scales_of(_LINE // _SCALE_BYTES[codes.scales]),
+        rows_scored=_rows_together,
+        score=_score_step(partial(pair_products, codes, numbers), LANES // 2),
+        scale_weights=_keep_weights,
+        rows_weighed=_up_to_two,
+        weigh=_weigh_step(partial(weighted_pair_sums, codes, numbers), 2, codes.num_scales, 2),
+        columns=numbers,
+        copy_sums=_copy_pair_sums(numbers),
+        unit=codes.unit,
+        bfloats=pointers,
+        floats=pointers,
+        scales=codes.scales,
+    )
+
+
 # Formats by names of `KvKind`; "" is the dtype of the queries, without scales.
 FORMATS = {name: _format_of(codes) for name, codes in CODES.items()}
+# Formats of 4 bits beside bfloat16 queries, by numbers that are read at once, and names.
+FORMATS_OF_PAIRS = {
+    numbers: {name: _format_of_pairs(codes, numbers) for name, codes in PAIR_CODES.items()} for numbers in (128, 64)
+}
 FORMATS[""] = Format(
     copy_query=_copy_query,
     fetch=_fetch_keys,
+    fetch_scales=_fetch_no_scales,
     rows_scored=_one_row,
     score=_score_unscaled,
     scale_weights=_keep_weights,
+    rows_weighed=_rows_together,
     weigh=_weigh_unscaled,
+    columns=NUMBERS,
     copy_sums=_copy_scaled,
     unit=1.0,
     bfloats=(nb.bfloats, _copied_bfloats),

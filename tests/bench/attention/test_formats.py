@@ -19,5 +19,5 @@ def test_a_row_has_all_formats_and_the_goal(monkeypatch: pytest.MonkeyPatch) -> 
     assert row["peers"].keys() == formats.FORMATS.keys() - {"int4"}
     (goal,) = row["goals"]
     assert goal["text"] == "at least 1.8x int8"
-    moved = row["num_bytes"] - 4 * 4 - 32 * 2 * 128 * 4  # without block ids, q and out
+    moved = row["num_bytes"] - 4 * 4 - 32 * 2 * 128 * 2  # without block ids, q and out
     assert moved == 64 * 2 * 8 * (64 + 8)

@@ -237,6 +237,7 @@ _FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softc
 _MANY = replace(_FEW, name="many", lengths=((40, 150), (12, 20)))
 _CHOSEN = replace(_FEW, name="chosen", chosen=(24, 4))
 _INT4 = replace(_FEW, name="int4", cache_dtype=torch.bits4x2, head_dim=64)
+_PAIRS = replace(_INT4, name="pairs", dtype=torch.bfloat16)
 _INT8 = replace(_FEW, name="int8", cache_dtype=torch.int8, head_dim=64)
 _MANY_INT8 = replace(_INT8, name="many int8", lengths=_MANY.lengths)
 _NVFP4 = replace(_INT4, name="nvfp4", cache_dtype=torch.float4_e2m1fn_x2, scales="table")
@@ -259,14 +260,16 @@ NUMBA_MUTATIONS = {
         "+ 2 * i, sums[start + chunk + i]",
         "+ 2 * i, sums[start + chunk + LANES + i]",
     ),
+    "queries in another order than pairs of keys": ("pairs", "* i + quarter]", "* i + 3 - quarter]"),
+    "pairs of sums in the order of memory": ("pairs", "to + chunk + columns[i]", "to + chunk + i"),
     "the first scale of values of a block": ("int8", "scales[place + key * stride]", "scales[place]"),
     "scales of keys of the next": ("int8", "place + i * scale_stride", "place + (i + 1) * scale_stride"),
     "values with scales of keys": ("many int8", "longs[starts + 3 * KEYS + key]", "longs[starts + 2 * KEYS + key + 1]"),
-    "no scale of a table of keys": ("nvfp4", "nb.floats(values[43])[0] * ", ""),
-    "no scale of a table of values": ("nvfp4", "inverse * factors[1]", "inverse"),
+    "no scale of a table of keys": ("nvfp4", " * nb.floats(values[42])[0]", ""),
+    "no scale of a table of values": ("nvfp4", "inverse * value_factor", "inverse"),
     "the first of two scales of 32 numbers for both": ("nvfp4", "column // NUMBERS * num_scales", "column // NUMBERS"),
     "the table scale of values for keys": ("many nvfp4", "scale_start, k_table, wide", "scale_start, v_table, wide"),
-    "values in the format of keys": ("two formats", "few_queries.FORMATS[values]", "few_queries.FORMATS[keys]"),
+    "values in the format of keys": ("two formats", "k_format, v_format, dtype)", "k_format, k_format, dtype)"),
     "keys behind a chosen block": ("chosen", "for j in range(num_keys, padded)", "for j in range(padded, padded)"),
 }
 
@@ -276,6 +279,8 @@ NUMBA_MUTATIONS = {
 @pytest.mark.parametrize("fault", NUMBA_MUTATIONS)
 def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, text, replacement = NUMBA_MUTATIONS[fault]
+    if name == "pairs" and not importlib.import_module("paged.kernels.cpu.vectors").HAS_BF16_PRODUCTS:
+        pytest.skip("the CPU does not multiply pairs of bfloat16")
     package = importlib.import_module(NUMBA_OPS)
     modules = [importlib.import_module(f"{NUMBA_OPS}.{module}") for module in NUMBA_MODULES]
     sources = [Path(module.__file__ or "").read_text() for module in modules]
@@ -286,7 +291,7 @@ def test_checks_see_the_fault_of_a_numba_kernel(fault: str, tmp_path: Path, monk
         copy = load_copy(f"{NUMBA_OPS}.{module}", tmp_path, faulty, monkeypatch)
         monkeypatch.setattr(package, module, copy)
     with unnoted():
-        for problem in (_FEW, _MANY, _CHOSEN, _INT4, _INT8, _MANY_INT8, _NVFP4, _MANY_NVFP4, _TWO_FORMATS):
+        for problem in (_FEW, _MANY, _CHOSEN, _INT4, _PAIRS, _INT8, _MANY_INT8, _NVFP4, _MANY_NVFP4, _TWO_FORMATS):
             if problem.name == name:
                 arguments = call_of(problem, torch.device("cpu"))
                 assert turns_red(exceeds_no_bound_twice, ATTENTION, arguments) == (fault != "no fault")

@@ -84,7 +84,7 @@ class TestTypes:
     @pytest.mark.parametrize("with_norm", [False, True])
     @pytest.mark.parametrize("sizes", [cache.SIZES[0], cache.SIZES[2], cache.SIZES[5]], ids=str)
     def test_cache_write(self, sizes: cache.Sizes, with_norm: bool) -> None:
-        cache.test_matches_the_composition(sizes, BF16, with_norm, None, ("", ""), CPU)
+        cache.test_matches_the_composition(sizes, BF16, with_norm, None, ("", ""), False, CPU)
 
     @pytest.mark.parametrize("shape", [(3, 128), (20, 18), (0, 16), (3, 0)])
     def test_activation(self, shape: tuple[int, ...]) -> None:
