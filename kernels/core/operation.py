@@ -110,7 +110,7 @@ class Operation(Protocol[P, R_co]):
         """Check the arguments and return a function that computes without checks.
 
         Call it with tensors of the same shapes, strides, dtypes and addresses modulo 16. The same arguments must be
-        None, and arguments that are not tensors must be equal.
+        None, and arguments that are not tensors must be equal; of an operation with a plan, in the calls of a step.
         """
 
 
@@ -380,6 +380,8 @@ class Bound(Generic[P, R]):
     """
 
     def __init__(self, operation: Operation[P, R], by: int = 0, step: str | None = None) -> None:
+        has_block_table = "block_table" in inspect.signature(operation).parameters
+        assert step is not None or not has_block_table, "block tables change their strides between steps"
         self.operation, self.by, self.step = operation, by, step
         self._runs: dict[object, Callable[P, R]] = {}
 
