@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 import paged
 from paged import CheckpointError, Engine, InvalidInputError, LlmExecutor, SamplingParams
-from paged.bench.attention.problem import Problem, make
+from paged.bench.attention.problem import Problem, call_of, make
 from paged.bench.cards.cards import CARDS
 from paged.bench.verification.replay import Replay
+from paged.kernels.core.dtypes import KV_KINDS
 from paged.kernels.core.operation import Bound, watch_calls
 from paged.serving.command_line import cli
 from paged.serving.command_line.cli import RECALL
@@ -92,6 +93,23 @@ def test_a_wrong_element_of_an_engine_step_is_the_same_in_a_fresh_process(
     again = rows["wrong_store.plant()", "paged_attention by torch"]
     assert again["first"].partition(":")[0] == as_recorded["first"].partition(":")[0]
     assert rows["pass", "paged_attention by torch"]["ok"]
+
+
+@pytest.mark.parametrize("dtype", KV_KINDS, ids=str)
+def test_caches_of_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their codes are read as they were, and the call is right when it is made again."""
+    problem = Problem("", ((2, 9),), head_dim=64, cache_dtype=dtype)
+    arguments = call_of(problem, CPU)
+    with paged.record(tmp_path, ["paged_attention"]):
+        paged.paged_attention(**arguments)
+    (path,) = tmp_path.iterdir()
+    copies = read_call(path, CPU).arguments
+    block = arguments["block_table"][0, 0]
+    for name in ("k_cache", "v_cache"):
+        cache, copy = arguments[name].view(torch.uint8), copies[name].view(torch.uint8)
+        assert copies[name].dtype == dtype
+        assert torch.equal(copy[block], cache[block])
+    assert all(result.first_wrong() is None for result in Replay(path, CPU, "").results())
 
 
 def test_which_calls_are_recorded(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paged.tools.recorded_calls.encoder import FORMAT, MAX_HEADER_BYTES, Json, each_once
+from paged.tools.recorded_calls.encoder import FORMAT, MAX_HEADER_BYTES, Json, as_stored, each_once
 
 # Storages up to this size in bytes are filled with NaN before a call is repeated, to expose reads of blocks that the
 # call should not reach. Larger storages are cache pools, whose untouched pages take no memory.
@@ -43,8 +43,8 @@ _CLASSES = (
     "Routing",
 )
 _DTYPES = (
-    "bfloat16", "bool", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu",
-    "int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8",
+    "bfloat16", "bits4x2", "bits8", "bool", "float16", "float32", "float4_e2m1fn_x2", "float64", "float8_e4m3fn",
+    "float8_e5m2", "float8_e8m0fnu", "int16", "int32", "int64", "int8", "uint16", "uint32", "uint64", "uint8",
 )  # fmt: skip
 _TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
 # Fields of a file and their types, besides `PARTS`, which hold the call itself.
@@ -246,16 +246,16 @@ class Decoder:
         key = about["tensor"]
         if not isinstance(key, str) or key not in self._tensors:
             raise ValueError(f"tensor {key!r}: the file has none of this name")
-        values, target = self._tensors[key], each_once(tensor)
+        values, target = self._tensors[key], as_stored(each_once(tensor))
         shape = list(target.shape)
         if "blocks" in about:
             blocks = _sizes("blocks", about["blocks"])
             shape[:1] = [len(blocks)]
             if not target.dim() or sorted(set(blocks)) != blocks or (blocks and blocks[-1] >= len(target)):
                 raise ValueError(f"blocks: expected some of {len(tensor)}, in order, each once")
-        if list(values.shape) != shape or values.dtype != tensor.dtype:
+        if list(values.shape) != shape or values.dtype != target.dtype:
             raise ValueError(
-                f"tensor {key}: {values.dtype} of shape {list(values.shape)}, expected {tensor.dtype} of {shape}"
+                f"tensor {key}: {values.dtype} of shape {list(values.shape)}, expected {target.dtype} of {shape}"
             )
         values = values.to(self._device)
         if "blocks" not in about:

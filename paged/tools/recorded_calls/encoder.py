@@ -22,6 +22,8 @@ MAX_HEADER_BYTES = 8 << 20
 CACHES = ("k_cache", "v_cache", "kv_cache", "key_cache", "caches")
 """Arguments with cache blocks along the first dimension."""
 _ROW_SCALES = ("k_scale", "v_scale")
+# Dtypes that PyTorch copies and views, but does not index, and that safetensors may not know: files have their bytes.
+_BYTES = (torch.bits8, torch.bits4x2, torch.float4_e2m1fn_x2)
 
 
 class Encoder:
@@ -88,7 +90,7 @@ class Encoder:
             "storage": self._take(tensor),
             "offset": tensor.storage_offset() * tensor.element_size(),
         }
-        values = each_once(tensor.detach())
+        values = as_stored(each_once(tensor.detach()))
         if self._block_ids is not None and is_in_blocks(name, tensor):
             values = values[self._block_ids.to(values.device)]
             about["blocks"] = self._block_ids.tolist()
@@ -142,6 +144,13 @@ def reached_blocks(arguments: dict[str, Any]) -> torch.Tensor | None:
     ids = torch.cat([part.long() for part in reached]).unique()
     reached_ids: torch.Tensor = ids[(ids >= 0) & (ids < num_blocks)]
     return reached_ids
+
+
+def as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the dtype that files have."""
+    if tensor.dtype in _BYTES:
+        return tensor.view(torch.uint8)
+    return tensor
 
 
 def each_once(tensor: torch.Tensor) -> torch.Tensor:
