@@ -15,7 +15,8 @@ from ...core.operation import Run
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import LANES, fill, larger, largest_of, load_part, load_vector, multiply_add, store_part, store_vector
-from .few_queries import _KEYS, _copied_bfloats, _place_of_key, _score
+from .few_formats import _KEYS, _copied_bfloats, _score
+from .few_queries import _place_of_key
 
 # Most heads of all queries that meet a tile of keys together: 32 rows of 128 float32 take 16 KB of the L1 cache.
 _ROWS = 32

@@ -9,18 +9,9 @@ from ...attention.call import AttentionCall
 from .. import kernel as nb
 from ..launch import NumbaLaunch
 from ..vectors import LANES, LOG2_E, load_part, store_part
+from .few_formats import _KEYS, _copied_bfloats, _copy_scaled, _rows_together, _score, _weigh
 from .few_kernels import LEAST_SCALE, TENSORS, sizes_of
-from .few_queries import (
-    _KEYS,
-    _change,
-    _copied_bfloats,
-    _copy_scaled,
-    _place_of_key,
-    _rows_together,
-    _score,
-    _weigh,
-    _weights,
-)
+from .few_queries import _change, _place_of_key, _weights
 from .many_queries import clear_rows, first_sum, log_sum_exp, number_of_head, options_of, visible
 
 

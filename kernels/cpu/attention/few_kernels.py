@@ -14,7 +14,8 @@ from ...core.dtypes import kv_kind
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
 from ..vectors import HAS_BF16_PRODUCTS, LOG2_E
-from .few_queries import _KEYS, FORMATS, FORMATS_OF_PAIRS, Format, attention_by
+from .few_formats import _KEYS, FORMATS, FORMATS_OF_PAIRS, Format
+from .few_queries import attention_by
 from .many_queries import options_of
 
 # Scratch memory of the rows that a thread takes at once. Adjacent heads are read together while this fits the L1 cache.

@@ -230,7 +230,7 @@ def test_checks_see_the_fault(fault: str, tmp_path: Path, device: torch.device) 
 NUMBA_OPS = "paged.kernels.cpu.attention"
 # Of `NUMBA_OPS`; each imports those before it.
 NUMBA_MODULES = (
-    *("many_queries", "few_queries", "few_kernels", "tile_products", "vector_products"),
+    *("many_queries", "few_formats", "few_queries", "few_kernels", "tile_products", "vector_products"),
     *("paged_attention", "chosen_blocks"),
 )
 _FEW = Problem("few", ((3, 150), (1, 90), (2, 0)), sinks=True, alibi=True, softcap=2.0, padding_rows=2)
