@@ -84,13 +84,16 @@ def load_numba_kernels(network: Network, dtype: torch.dtype, track: Track = untr
     kernels = []
     for name in names:
         kernels += [value for value in vars(module(name)).values() if isinstance(value, kind)]
-    kernels.append(module("cpu.attention.few_kernels").kernel_of(dtype, ("", 0), ("", 0)))
-    kernels.append(module("cpu.attention.paged_attention").kernel_of_many(dtype))
+    plain = torch.empty(0, dtype=dtype)  # keys and values that are not in a cache, such as those of expanded latents
+    for k_cache, v_cache in ((plain, plain), *network.attended_caches()):
+        kernels += module("cpu.attention.paged_attention").kernels_for(dtype, k_cache, v_cache)
     if has_products:
         kernels += module("cpu.quantization.block_product").KERNELS.values()
     if tiles.multiplies(dtype) and (has_experts or has_mkl(dtype) or dtype == torch.bfloat16):
         kernels.append(tiles.kernel_of(dtype))
-    late = [kernel for kernel in kernels if "address" not in vars(kernel)]  # a compiled kernel has its address
+    late = [
+        kernel for kernel in dict.fromkeys(kernels) if "address" not in vars(kernel)
+    ]  # a compiled kernel has its address
     for kernel in track(late, desc="numba kernels", unit="kernel"):
         _ = kernel.address
 

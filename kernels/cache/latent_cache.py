@@ -20,9 +20,9 @@ RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
 RECORD_DIM = RECORD_CODES + RECORD_ROPE
 # A record of DeepSeek-V4.1 (vLLM, 2026): 512 e4m3 codes, the rotated ones too, then a UE8M0 scale for each 32 of them.
 MXFP8_BYTES, MXFP8_GROUP = 528, 32
-# A record of DeepSeek-V4 in NVFP4 (sizes as in FlashInfer's pull request 4955): 448 e2m1 codes, two a byte, 64 bfloat16
-# rotated dimensions, an e4m3 scale for each 16 codes, 4 bytes of padding. There is no float32 scale of a table: after a
-# norm the largest of 16 numbers is near 2, and e4m3 scales are precise for groups whose largest is 0.09 to 2,688.
+# A record of DeepSeek-V4 in NVFP4 (sizes as in FlashInfer's pull request 4955): e2m1 codes, two a byte, then bfloat16
+# rotated dimensions, an e4m3 scale a group, and padding. It has no float32 scale of a table, because a norm bounds the
+# numbers, see docs/kv-cache-formats.md.
 NVFP4_BYTES, NVFP4_GROUP = 384, 16
 # Largest latent, that of dots3-note's layers with a window.
 MAX_LATENT = 1024

@@ -13,9 +13,21 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 
-from .code_vectors import INT4_NUMBERS, NVFP4_UNIT, TWICE_E2M1_NUMBERS, from_e4m3
-from .kernel import FASTMATH, bfloats, uint8s
-from .vectors import LANES, call, emitted, splat, steps, store_sums, sum_from_zero
+from .code_vectors import CODES, INT4_NUMBERS, NUMBERS, TWICE_E2M1_NUMBERS, Codes, from_e4m3, number_of_steps
+from .kernel import FASTMATH
+from .vectors import (
+    LANES,
+    as_floats,
+    call,
+    emitted,
+    lanes_of,
+    multiples,
+    plus,
+    splat,
+    steps,
+    store_sums,
+    sum_from_zero,
+)
 
 # Numbers of a word of 16 bits.
 NUMBERS_PER_WORD = 4
@@ -30,11 +42,6 @@ def _loaded(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, kind: ir.
     return builder.load(place, align=1)
 
 
-def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
-    """Return these lanes of a, followed by b."""
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
-
-
 def _bfloat16_bits(number: float) -> int:
     """Return the bits of a number that bfloat16 has."""
     [bits] = struct.unpack("I", struct.pack("f", number))
@@ -43,9 +50,7 @@ def _bfloat16_bits(number: float) -> int:
 
 def _bfloat16_scales(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value, count: int) -> ir.Value:
     """Load bfloat16 as float32."""
-    shorts, words = ir.VectorType(_SHORT, count), ir.VectorType(_INT, count)
-    widened = builder.zext(_loaded(builder, scales, index, shorts), words)
-    return builder.bitcast(builder.shl(widened, ir.Constant(words, [16] * count)), ir.VectorType(_FLOAT, count))
+    return as_floats(builder, _loaded(builder, scales, index, ir.VectorType(_SHORT, count)))
 
 
 def _e4m3_scales(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value, count: int) -> ir.Value:
@@ -56,27 +61,23 @@ def _e4m3_scales(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value, count
 
 
 class PairCodes(NamedTuple):
-    """A format of rows with four numbers in a word of 16 bits, the first in its lowest bits, and scales of groups.
+    """A format with four numbers in a word of 16 bits, the first in its lowest bits, and scales of groups.
 
     Attributes:
-        numbers: numbers of the 16 codes, divided by `unit`; exact in bfloat16.
-        scales: makes a pointer to scales from an address.
+        codes: the format, as rows that are read as float32.
+        numbers: numbers of the 16 codes, divided by its unit; exact in bfloat16.
         group_scales: emits a number of scales, from an index on, as float32.
-        num_scales: scales of 32 numbers.
-        unit: factor of all numbers.
     """
 
+    codes: Codes
     numbers: Sequence[float]
-    scales: Any
     group_scales: Callable[[ir.IRBuilder, ir.Value, ir.Value, int], ir.Value]
-    num_scales: int
-    unit: float = 1.0
 
 
 # Formats by names of `KvKind`.
 PAIR_CODES = {
-    "int4": PairCodes(INT4_NUMBERS, bfloats, _bfloat16_scales, 1),
-    "nvfp4": PairCodes(TWICE_E2M1_NUMBERS, uint8s, _e4m3_scales, 2, unit=NVFP4_UNIT),
+    "int4": PairCodes(CODES["int4"], INT4_NUMBERS, _bfloat16_scales),
+    "nvfp4": PairCodes(CODES["nvfp4"], TWICE_E2M1_NUMBERS, _e4m3_scales),
 }
 
 
@@ -89,12 +90,12 @@ class _Step:
         sums: type of a vector of float32, one of each pair.
     """
 
-    def __init__(self, codes: PairCodes, numbers: int) -> None:
+    def __init__(self, pair_codes: PairCodes, numbers: int) -> None:
         count = numbers // NUMBERS_PER_WORD
         self.words = ir.VectorType(_SHORT, count)
         self.pairs = ir.VectorType(_INT, count // 2)
         self.sums = ir.VectorType(_FLOAT, count // 2)
-        self._codes = codes
+        self._pair_codes = pair_codes
         self._numbers = numbers
         self._bits = 16 * count
 
@@ -104,7 +105,7 @@ class _Step:
     def widen(self, builder: ir.IRBuilder, words: ir.Value) -> list[ir.Value]:
         """Return four vectors of bfloat16: the first number of each word, the second, the third and the fourth."""
         count = self.words.count
-        table = ir.Constant(self.words, [_bfloat16_bits(number) for number in self._codes.numbers] * (count // 16))
+        table = ir.Constant(self.words, [_bfloat16_bits(number) for number in self._pair_codes.numbers] * (count // 16))
         vectors = []
         for place in range(NUMBERS_PER_WORD):
             codes = builder.lshr(words, ir.Constant(self.words, [4 * place] * count))
@@ -114,13 +115,14 @@ class _Step:
 
     def load_scales(self, builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) -> ir.Value:
         """Load the scales of a step's groups."""
-        return self._codes.group_scales(builder, scales, index, self._numbers * self._codes.num_scales // 32)
+        num_groups = self._numbers // NUMBERS * self._pair_codes.codes.num_scales
+        return self._pair_codes.group_scales(builder, scales, index, num_groups)
 
     def scales_of(self, builder: ir.IRBuilder, scales: ir.Value, first_words: Sequence[int]) -> ir.Value:
         """Return the scale of each sum. scales: of groups. first_words: first of the words that are added to a sum."""
         words_per_group = self.words.count // scales.type.count
         lanes = [word // words_per_group for word in first_words]
-        return _shuffled(builder, scales, scales, lanes)
+        return lanes_of(builder, scales, scales, lanes)
 
     def add_products(self, builder: ir.IRBuilder, total: ir.Value, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return total + the sums of products of pairs."""
@@ -131,7 +133,7 @@ class _Step:
         count = self.sums.count
         rounded = call(builder, f"x86.avx512bf16.cvtne2ps2bf16.{self._bits}", self.words, b, a)
         lanes = [lane for pair in range(count) for lane in (pair, pair + count)]
-        return builder.bitcast(_shuffled(builder, rounded, rounded, lanes), self.pairs)
+        return builder.bitcast(lanes_of(builder, rounded, rounded, lanes), self.pairs)
 
     def words_of_half(self, half: int) -> list[int]:
         """Return which words of a row are interleaved with another row's: of each 8, the first or the last 4."""
@@ -145,14 +147,14 @@ class _Step:
         lanes = []
         for word in self.words_of_half(half):
             lanes += [word, word + self.words.count]
-        return _shuffled(builder, a, b, lanes)
+        return lanes_of(builder, a, b, lanes)
 
     def full_vector(self, builder: ir.IRBuilder, sums: ir.Value) -> ir.Value:
         """Return 16 lanes, of which those beyond the step's are 0."""
         lanes = [min(lane, self.sums.count) for lane in range(LANES)]
         if self.sums.count == LANES:
             return sums
-        return _shuffled(builder, sums, self.zero(), lanes)
+        return lanes_of(builder, sums, self.zero(), lanes)
 
 
 def columns_of_sums(numbers: int) -> list[int]:
@@ -165,32 +167,29 @@ def columns_of_sums(numbers: int) -> list[int]:
     return columns
 
 
-def pair_products(codes: PairCodes, numbers: int, num_keys: int, num_rows: int) -> Any:
+def pair_products(pair_codes: PairCodes, numbers: int, num_keys: int, num_rows: int) -> Any:
     """Return an intrinsic that does the same as `code_products`, with rows in bfloat16.
 
     numbers: numbers of a step, of which the size is a multiple. Each of its four quarters in a row has every fourth
     number.
     """
-    step = _Step(codes, numbers)
+    step = _Step(pair_codes, numbers)
 
     @emitted()
     def products(
         builder, rows, first, bytes_, start, stride, scales, scale_start, scale_stride, size, out, to, out_step
     ):
-        row_pointers, starts, scale_starts = [builder.gep(rows, [first])], [start], [scale_start]
-        while len(row_pointers) < num_rows:
-            row_pointers.append(builder.gep(row_pointers[-1], [size]))
-        while len(starts) < num_keys:
-            starts.append(builder.add(starts[-1], stride))
-            scale_starts.append(builder.add(scale_starts[-1], scale_stride))
+        row_pointers = multiples(builder, builder.gep(rows, [first]), size, num_rows)
+        starts = multiples(builder, start, stride, num_keys)
+        scale_starts = multiples(builder, scale_start, scale_stride, num_keys)
         totals = [[sum_from_zero(builder, step.sums) for _ in starts] for _ in row_pointers]
         with steps(builder, size, numbers) as i:
             quarters = []
             for row in row_pointers:
-                places = [builder.add(i, ir.Constant(i.type, part * numbers // 4)) for part in range(4)]
+                places = [plus(builder, i, part * numbers // 4) for part in range(4)]
                 quarters.append([_loaded(builder, row, place, step.pairs) for place in places])
-            byte = builder.lshr(i, ir.Constant(i.type, 1))
-            group = builder.mul(builder.lshr(i, ir.Constant(i.type, 5)), ir.Constant(i.type, codes.num_scales))
+            byte = number_of_steps(builder, i, 2)
+            group = number_of_steps(builder, i, NUMBERS // pair_codes.codes.num_scales)
             for key, key_start in enumerate(starts):
                 vectors = step.widen(builder, _loaded(builder, bytes_, builder.add(key_start, byte), step.words))
                 group_scales = step.load_scales(builder, scales, builder.add(scale_starts[key], group))
@@ -209,12 +208,12 @@ def pair_products(codes: PairCodes, numbers: int, num_keys: int, num_rows: int) 
     return products
 
 
-def weighted_pair_sums(codes: PairCodes, numbers: int, num_rows: int) -> Any:
+def weighted_pair_sums(pair_codes: PairCodes, numbers: int, num_rows: int) -> Any:
     """Return an intrinsic that does the same as `weighted_code_sums`, `numbers` columns at once.
 
     Two keys' weights times their scales are rounded to bfloat16. See `columns_of_sums` for their order.
     """
-    step = _Step(codes, numbers)
+    step = _Step(pair_codes, numbers)
     num_sums = 2 * NUMBERS_PER_WORD  # vectors of a row
 
     @emitted()
@@ -233,9 +232,6 @@ def weighted_pair_sums(codes: PairCodes, numbers: int, num_rows: int) -> Any:
         scale_stride,
         count,
     ):
-        def plus(index: ir.Value, number: int) -> ir.Value:
-            return builder.add(index, ir.Constant(index.type, number))
-
         def load_key(key: ir.Value) -> tuple[ir.Value, ir.Value]:
             words = _loaded(builder, bytes_, builder.add(start, builder.mul(key, stride)), step.words)
             place = builder.add(scale_start, builder.mul(key, scale_stride))
@@ -246,7 +242,7 @@ def weighted_pair_sums(codes: PairCodes, numbers: int, num_rows: int) -> Any:
             return builder.fmul(weight, step.scales_of(builder, group_scales, step.words_of_half(half)), flags=_FLAGS)
 
         def add_pair(key: ir.Value, has_second: bool) -> None:
-            keys = [key, plus(key, 1)][: 1 + has_second]
+            keys = [key, plus(builder, key, 1)][: 1 + has_second]
             rows = [load_key(key) for key in keys]
             for half in range(2):
                 pair_weights = []
@@ -262,10 +258,8 @@ def weighted_pair_sums(codes: PairCodes, numbers: int, num_rows: int) -> Any:
                         total = row_totals[half * NUMBERS_PER_WORD + place]
                         builder.store(step.add_products(builder, builder.load(total), weight, vector), total)
 
-        places, weights = [to], [builder.gep(floats, [first])]
-        while len(places) < num_rows:
-            places.append(builder.add(places[-1], row_step))
-            weights.append(builder.gep(weights[-1], [weight_step]))
+        places = multiples(builder, to, row_step, num_rows)
+        weights = multiples(builder, builder.gep(floats, [first]), weight_step, num_rows)
         totals = [[sum_from_zero(builder, step.sums) for _ in range(num_sums)] for _ in places]
         end_of_pairs = builder.and_(count, ir.Constant(count.type, -2))
         with steps(builder, end_of_pairs, 2) as key:
@@ -274,7 +268,7 @@ def weighted_pair_sums(codes: PairCodes, numbers: int, num_rows: int) -> Any:
             add_pair(end_of_pairs, has_second=False)
         for place, row_totals in zip(places, totals, strict=True):
             for index, total in enumerate(row_totals):
-                pointer = builder.gep(floats, [plus(place, index * step.sums.count)])
+                pointer = builder.gep(floats, [plus(builder, place, index * step.sums.count)])
                 pointer = builder.bitcast(pointer, step.sums.as_pointer())
                 summed = builder.fadd(builder.load(pointer, align=4), builder.load(total), flags=_FLAGS)
                 builder.store(summed, pointer, align=4)

@@ -19,7 +19,9 @@ from .vectors import (
     emitted,
     in_turn,
     load_vector,
+    multiples,
     multiply_add,
+    plus,
     splat,
     steps,
     store_sums,
@@ -36,8 +38,6 @@ _FLAGS = tuple(FASTMATH)
 # Numbers of the 16 codes. Twice those of e2m1 are whole.
 INT4_NUMBERS = tuple(range(-8, 8))
 TWICE_E2M1_NUMBERS = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
-# Factor of twice e2m1 times an e4m3 scale / 256.
-NVFP4_UNIT = 128.0
 # Whether one instruction converts float16 to float32. All CPUs with AVX2 have it.
 HAS_FLOAT16 = HAS_WIDE_VECTORS or cpu_features().get("f16c", False)
 
@@ -67,7 +67,7 @@ class Codes(NamedTuple):
 
 def _bytes(builder: ir.IRBuilder, codes: ir.Value, index: ir.Value) -> list[ir.Value]:
     """Load 32 bytes as two vectors."""
-    second = builder.add(index, ir.Constant(index.type, LANES))
+    second = plus(builder, index, LANES)
     return [builder.load(at(builder, codes, start, _BYTE), align=1) for start in (index, second)]
 
 
@@ -170,7 +170,8 @@ CODES = {
     "e4m3_rows": _E4M3,
     "e5m2": Codes(_e5m2, needs_float16=True),
     "int4": Codes(_int4, bfloats, 2, _bfloat16_scale, 1),
-    "nvfp4": Codes(_e2m1, uint8s, 2, _e4m3_scales, 2, unit=NVFP4_UNIT, needs_float16=True),
+    # Twice e2m1 numbers, times scales / 256.
+    "nvfp4": Codes(_e2m1, uint8s, 2, _e4m3_scales, 2, unit=128.0, needs_float16=True),
 }
 
 
@@ -182,7 +183,7 @@ def _row_scale(builder: ir.IRBuilder, codes: Codes, scales: ir.Value, index: ir.
     return builder.fmul(scale, ir.Constant(VECTOR, [codes.unit] * LANES), flags=_FLAGS)
 
 
-def _number_of_steps(builder: ir.IRBuilder, index: ir.Value, step: int) -> ir.Value:
+def number_of_steps(builder: ir.IRBuilder, index: ir.Value, step: int) -> ir.Value:
     """Return index // step, for a power of two."""
     return builder.lshr(index, ir.Constant(index.type, step.bit_length() - 1))
 
@@ -203,22 +204,19 @@ def code_products(codes: Codes, num_keys: int, num_rows: int) -> Any:
     def products(
         builder, rows, first, bytes_, start, stride, scales, scale_start, scale_stride, size, out, to, out_step
     ):
-        row_pointers, starts, scale_starts = [builder.gep(rows, [first])], [start], [scale_start]
-        while len(row_pointers) < num_rows:
-            row_pointers.append(builder.gep(row_pointers[-1], [size]))
-        while len(starts) < num_keys:
-            starts.append(builder.add(starts[-1], stride))
-            scale_starts.append(builder.add(scale_starts[-1], scale_stride))
+        row_pointers = multiples(builder, builder.gep(rows, [first]), size, num_rows)
+        starts = multiples(builder, start, stride, num_keys)
+        scale_starts = multiples(builder, scale_start, scale_stride, num_keys)
         totals = [[sum_from_zero(builder) for _ in starts] for _ in row_pointers]
         with steps(builder, size, NUMBERS) as i:
-            second = builder.add(i, ir.Constant(i.type, LANES))
+            second = plus(builder, i, LANES)
             low_rows = [load_vector.emit(builder, row, i) for row in row_pointers]
             high_rows = [load_vector.emit(builder, row, second) for row in row_pointers]
-            byte = _number_of_steps(builder, i, codes.numbers_per_byte)
+            byte = number_of_steps(builder, i, codes.numbers_per_byte)
             for key, key_start in enumerate(starts):
                 vectors = codes.vectors(builder, bytes_, builder.add(key_start, byte))
                 if codes.group_scales is not None:
-                    group = _number_of_steps(builder, i, NUMBERS // codes.num_scales)
+                    group = number_of_steps(builder, i, NUMBERS // codes.num_scales)
                     scale = codes.group_scales(builder, scales, builder.add(scale_starts[key], group))
                     vectors = _scaled(builder, vectors, scale)
                 low, high = vectors
@@ -274,11 +272,11 @@ def widened(codes: Codes) -> Any:
             row_scale = _row_scale(builder, codes, scales, scale_start)
         factors = splat(builder, factor)
         with steps(builder, size, NUMBERS) as i:
-            byte = builder.add(start, _number_of_steps(builder, i, codes.numbers_per_byte))
+            byte = builder.add(start, number_of_steps(builder, i, codes.numbers_per_byte))
             vectors = codes.vectors(builder, bytes_, byte)
             scale = row_scale
             if codes.group_scales is not None:
-                group = _number_of_steps(builder, i, NUMBERS // codes.num_scales)
+                group = number_of_steps(builder, i, NUMBERS // codes.num_scales)
                 scale = codes.group_scales(builder, scales, builder.add(scale_start, group))
                 scale = builder.fmul(scale, factors, flags=_FLAGS)
             vectors = _scaled(builder, vectors, scale)
@@ -286,7 +284,7 @@ def widened(codes: Codes) -> Any:
                 vectors = in_turn(builder, *vectors)
             place = builder.add(to, i)
             for half, vector in enumerate(vectors):
-                index = builder.add(place, ir.Constant(place.type, half * LANES))
+                index = plus(builder, place, half * LANES)
                 store_vector.emit(builder, floats, index, vector)
 
     return widen

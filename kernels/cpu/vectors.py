@@ -119,6 +119,11 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> 
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}"), args)
 
 
+def plus(builder: ir.IRBuilder, index: ir.Value, number: int) -> ir.Value:
+    """Return index + number."""
+    return builder.add(index, ir.Constant(index.type, number))
+
+
 def splat(builder: ir.IRBuilder, scalar: ir.Value, kind: ir.Type = VECTOR) -> ir.Value:
     """Return a vector of one value in all lanes."""
     lowest = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, ir.Constant(_INT, 0))
@@ -136,19 +141,33 @@ def fill(builder, value):
     return splat(builder, value)
 
 
-def _widened(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
-    """Return 16 elements as float32; bfloat16 are converted."""
-    if elements.type == VECTOR:
+def as_floats(builder: ir.IRBuilder, elements: ir.Value) -> ir.Value:
+    """Return a vector as float32; bfloat16 are converted."""
+    if elements.type.element == _FLOAT:
         return elements
-    shifted = builder.shl(builder.zext(elements, WORDS), ir.Constant(WORDS, [16] * LANES))
-    return builder.bitcast(shifted, VECTOR)
+    count = elements.type.count
+    words = ir.VectorType(_INT, count)
+    shifted = builder.shl(builder.zext(elements, words), ir.Constant(words, [16] * count))
+    return builder.bitcast(shifted, ir.VectorType(_FLOAT, count))
 
 
 @emitted(_vector)
 def load_vector(builder, pointer, index):
     """Load 16 elements of float32 or bfloat16 from an index on."""
     element = pointer.type.pointee
-    return _widened(builder, builder.load(at(builder, pointer, index, element), align=4 if element == _FLOAT else 2))
+    return as_floats(builder, builder.load(at(builder, pointer, index, element), align=4 if element == _FLOAT else 2))
+
+
+@device_function
+def number_of_e4m3(code):
+    """Return the number of an e4m3 code."""
+    code = np.int32(code)
+    magnitude = code & np.int32(0x7F)
+    if magnitude == np.int32(0x7F):
+        return np.float32(np.nan)
+    # As in `load_e4m3`.
+    word = np.int32((magnitude << np.int32(20)) | ((code & np.int32(0x80)) << np.int32(24)))
+    return word.view(np.float32) * np.float32(2.0**120)
 
 
 @emitted(_vector)
@@ -184,13 +203,13 @@ def load_part(builder, pointer, index, count):
     kind = source.type.pointee
     args = source, ir.Constant(_INT, 2), _first(builder, count), ir.Constant(kind, None)
     if HAS_WIDE_VECTORS:
-        return _widened(builder, call(builder, f"masked.load.{name}", kind, *args))
+        return as_floats(builder, call(builder, f"masked.load.{name}", kind, *args))
     loaded = cgutils.alloca_once(builder, VECTOR)
     with builder.if_else(_is_whole(builder, count)) as (if_full, if_part):
         with if_full:
             builder.store(load_vector.emit(builder, pointer, index), loaded)
         with if_part:
-            builder.store(_widened(builder, call(builder, f"masked.load.{name}", kind, *args)), loaded)
+            builder.store(as_floats(builder, call(builder, f"masked.load.{name}", kind, *args)), loaded)
     return builder.load(loaded)
 
 
@@ -262,7 +281,7 @@ def steps(builder: ir.IRBuilder, size: ir.Value, step: int) -> Iterator[ir.Value
         yield i
 
 
-def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
+def lanes_of(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int]) -> ir.Value:
     """Return these lanes of a, followed by b."""
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_INT, len(lanes)), list(lanes)))
 
@@ -270,14 +289,14 @@ def _part(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, lanes: Sequence[int])
 def in_turn(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> list[ir.Value]:
     """Return two vectors of the lanes of a and b in turn: a0, b0, a1, b1, ..."""
     lanes = [lane for pair in zip(range(LANES), range(LANES, 2 * LANES), strict=True) for lane in pair]
-    return [_part(builder, a, b, lanes[:LANES]), _part(builder, a, b, lanes[LANES:])]
+    return [lanes_of(builder, a, b, lanes[:LANES]), lanes_of(builder, a, b, lanes[LANES:])]
 
 
 def _fold(builder: ir.IRBuilder, vector: ir.Value, count: int, combine: _Combine) -> ir.Value:
     """Combine the halves of a vector repeatedly until it has `count` lanes."""
     while (half := vector.type.count // 2) >= count:
-        low = _part(builder, vector, vector, range(half))
-        high = _part(builder, vector, vector, range(half, 2 * half))
+        low = lanes_of(builder, vector, vector, range(half))
+        high = lanes_of(builder, vector, vector, range(half, 2 * half))
         vector = combine(builder, low, high)
     return vector
 
@@ -303,11 +322,11 @@ def store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vector
         low = [i // half * 2 * half + i % half for i in range(count)]
         high = [lane + half for lane in low]
         pairs = zip(sums[::2], sums[1::2], strict=True)
-        sums = [_sum(builder, _part(builder, a, b, low), _part(builder, a, b, high)) for a, b in pairs]
+        sums = [_sum(builder, lanes_of(builder, a, b, low), lanes_of(builder, a, b, high)) for a, b in pairs]
     [total] = sums
     if pointer.type.pointee != _FLOAT:
-        rounded = _rounded(builder, _part(builder, total, total, [i % count for i in range(LANES)]))
-        total = _part(builder, rounded, rounded, range(count))
+        rounded = _rounded(builder, lanes_of(builder, total, total, [i % count for i in range(LANES)]))
+        total = lanes_of(builder, rounded, rounded, range(count))
     builder.store(total, builder.bitcast(builder.gep(pointer, [index]), total.type.as_pointer()), align=2)
 
 
@@ -437,9 +456,7 @@ def store_products(builder, row, first, rows, start, stride, size, out, to):
             return load_vector.emit(builder, pointer, index)
         return builder.load(at(builder, pointer, index, _INT), align=2)
 
-    row_pointer, starts = builder.gep(row, [first]), [start]
-    while len(starts) < LANES:
-        starts.append(builder.add(starts[-1], stride))
+    row_pointer, starts = builder.gep(row, [first]), multiples(builder, start, stride, LANES)
     totals = [sum_from_zero(builder) for _ in starts]
     end = builder.and_(size, ir.Constant(size.type, -step))
     with steps(builder, end, step) as i:
@@ -470,9 +487,6 @@ def add_weighted(
     """
     to, step, first, weight_step, count = indices
 
-    def plus(index: ir.Value, number: int) -> ir.Value:
-        return builder.add(index, ir.Constant(index.type, number))
-
     def add_values(key: ir.Value, totals: Sequence[Sequence[ir.Value]]) -> None:
         vectors = values_of(key)
         for row, halves in enumerate(totals):
@@ -480,23 +494,33 @@ def add_weighted(
             for vector, total in zip(vectors, halves, strict=True):
                 builder.store(multiply_add.emit(builder, weight, vector, builder.load(total)), total)
 
-    places, weights = [to], [builder.gep(floats, [first])]
-    while len(places) < num_rows:
-        places.append(builder.add(places[-1], step))
-        weights.append(builder.gep(weights[-1], [weight_step]))
+    places = multiples(builder, to, step, num_rows)
+    weights = multiples(builder, builder.gep(floats, [first]), weight_step, num_rows)
     # Use two sums for each product, of even and of odd steps, so that one addition does not wait for the other.
     even, odd = ([[sum_from_zero(builder) for _ in range(2)] for _ in places] for _ in range(2))
     pairs = builder.and_(count, ir.Constant(count.type, -2))
     with steps(builder, pairs, 2) as key:
         add_values(key, even)
-        add_values(plus(key, 1), odd)
+        add_values(plus(builder, key, 1), odd)
     with builder.if_then(builder.icmp_signed("<", pairs, count)):
         add_values(pairs, even)
     for place, evens, odds in zip(places, even, odd, strict=True):
         for half in range(2):
-            index = plus(place, half * LANES)
+            index = plus(builder, place, half * LANES)
             total = _sum(builder, builder.load(evens[half]), builder.load(odds[half]))
             store_vector.emit(builder, floats, index, _sum(builder, load_vector.emit(builder, floats, index), total))
+
+
+def multiples(builder: ir.IRBuilder, first: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
+    """Return `count` indices or pointers, `step` apart."""
+    is_pointer = isinstance(first.type, ir.PointerType)
+    places = [first]
+    while len(places) < count:
+        if is_pointer:
+            places.append(builder.gep(places[-1], [step]))
+        else:
+            places.append(builder.add(places[-1], step))
+    return places
 
 
 def weighted_sums(num_rows: int) -> Any:
@@ -539,9 +563,7 @@ def product_tile(num_rows: int) -> Any:
     def tile(builder, x, starts, w, weights, step, size, out, to, stride):
         element = _FLOAT if x.type.pointee == _FLOAT else _INT
         rows = [builder.gep(x, [start]) for start in cgutils.unpack_tuple(builder, starts)]
-        columns = [builder.gep(w, [weights])]
-        while len(columns) < OUTPUTS:
-            columns.append(builder.gep(columns[-1], [step]))
+        columns = multiples(builder, builder.gep(w, [weights]), step, OUTPUTS)
 
         def operand(row: ir.Value, index: ir.Value) -> ir.Value:
             return builder.load(at(builder, row, index, element), align=2)

@@ -378,6 +378,10 @@ class Network(nn.Module):
         # Round the factor to the weights' dtype, as training did: Gemma 3 in bfloat16 has 34 instead of 33.94.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
 
+    def attended_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values [..., elements] that `paged_attention` reads, of each layer and the draft head."""
+        return [(module.k_cache, module.v_cache) for module in self.modules() if isinstance(module, Attention)]
+
     def rotate_kv(self, rotation: str | None) -> None:
         """Choose the rotation of heads in the cache, and fold that of values into the loaded weights."""
         self.kv_rotation = rotation

@@ -118,6 +118,9 @@ class ModuleNetwork(Network):
             self._layers.append(layer)
         share_bound(self)
 
+    def attended_caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(layer.k_cache, layer.v_cache) for layer in self._layers]
+
     def derive_from_weights(self) -> None:
         """Do nothing: the module has no packed weights."""
 

@@ -14,7 +14,18 @@ from ...attention.choose_blocks import BlockRules
 from ...core.operation import Run
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LANES, fill, larger, largest_of, load_part, load_vector, multiply_add, store_part, store_vector
+from ..vectors import (
+    LANES,
+    fill,
+    larger,
+    largest_of,
+    load_part,
+    load_vector,
+    multiply_add,
+    number_of_e4m3,
+    store_part,
+    store_vector,
+)
 from .few_formats import _KEYS, _copied_bfloats, _score
 from .few_queries import _place_of_key
 
@@ -41,12 +52,7 @@ def _widen_keys(codes, scales, ids, keys, scratch, at_scales, sizes, strides, se
         start, _ = _place_of_key(ids[0], seq * table_stride, first_key + key, block_size, key_block, key_slot)
         scratch[at_scales + key] = scales[start // 4]
         for i in range(size):
-            code = np.int32(codes[start + i])
-            magnitude = code & np.int32(0x7F)
-            # The bits of a float32 that is 2^120 times smaller: float32's bias is 127, that of e4m3 is 7.
-            word = np.int32((magnitude << np.int32(20)) | ((code & np.int32(0x80)) << np.int32(24)))
-            number = word.view(np.float32) * np.float32(2.0**120)
-            nb.store(keys, key * size + i, np.float32(np.nan) if magnitude == np.int32(0x7F) else number)
+            nb.store(keys, key * size + i, number_of_e4m3(codes[start + i]))
 
 
 @nb.device_function

@@ -54,7 +54,7 @@ class Format(NamedTuple):
         weigh: adds `columns` weighted values of keys.
         columns: values of a row that are weighed together.
         copy_sums: writes a row of sums, times a factor.
-        unit: factor of all numbers, besides that of a table, for the scale of scores and for `copy_sums`.
+        unit: factor of all numbers, besides that of a table, for scores and for `copy_sums`.
         bfloats, floats: make pointers to a cache and to copied queries beside queries of this dtype.
         scales: makes a pointer to scales.
     """
@@ -373,18 +373,18 @@ def _format_of(codes: Codes) -> Format:
     )
 
 
-def _format_of_pairs(codes: PairCodes, numbers: int) -> Format:
+def _format_of_pairs(pair_codes: PairCodes, numbers: int) -> Format:
     """Return the steps for rows of 4-bit codes beside bfloat16 queries, `numbers` at once."""
-    pointers = nb.uint8s, nb.bfloats
+    pointers, codes = (nb.uint8s, nb.bfloats), pair_codes.codes
     return Format(
         copy_query=_copy_query_in_quarters(numbers),
         fetch=_fetch_nibbles,
         fetch_scales=_fetch_scales_of(_LINE // _SCALE_BYTES[codes.scales]),
         rows_scored=_rows_together,
-        score=_score_step(partial(pair_products, codes, numbers), LANES // 2),
+        score=_score_step(partial(pair_products, pair_codes, numbers), LANES // 2),
         scale_weights=_keep_weights,
         rows_weighed=_up_to_two,
-        weigh=_weigh_step(partial(weighted_pair_sums, codes, numbers), 2, codes.num_scales, 2),
+        weigh=_weigh_step(partial(weighted_pair_sums, pair_codes, numbers), 2, codes.num_scales, 2),
         columns=numbers,
         copy_sums=_copy_pair_sums(numbers),
         unit=codes.unit,
@@ -398,7 +398,8 @@ def _format_of_pairs(codes: PairCodes, numbers: int) -> Format:
 FORMATS = {name: _format_of(codes) for name, codes in CODES.items()}
 # Formats of 4 bits beside bfloat16 queries, by numbers that are read at once, and names.
 FORMATS_OF_PAIRS = {
-    numbers: {name: _format_of_pairs(codes, numbers) for name, codes in PAIR_CODES.items()} for numbers in (128, 64)
+    numbers: {name: _format_of_pairs(pair_codes, numbers) for name, pair_codes in PAIR_CODES.items()}
+    for numbers in (128, 64)
 }
 FORMATS[""] = Format(
     copy_query=_copy_query,

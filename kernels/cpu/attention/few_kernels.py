@@ -29,16 +29,14 @@ TENSORS = (
 )
 
 
-def _format_of(name: str, dtype: torch.dtype, size: int) -> tuple[str, Format]:
-    """Return the format of a kind of cache, by its name, beside queries of a dtype, and the format's name.
-
-    size: numbers of a row.
-    """
+def _format_of(cache: torch.Tensor, dtype: torch.dtype) -> tuple[str, Format]:
+    """Return the name of a cache's format beside queries of a dtype, and the format."""
+    kind = kv_kind(cache.dtype)
     if dtype == torch.bfloat16 and HAS_BF16_PRODUCTS:
         for numbers, formats in FORMATS_OF_PAIRS.items():
-            if name in formats and size % numbers == 0:
-                return f"{name}_by_{numbers}", formats[name]
-    return name, FORMATS[name]
+            if kind.name in formats and kind.width(cache) % numbers == 0:
+                return f"{kind.name}_by_{numbers}", formats[kind.name]
+    return kind.name, FORMATS[kind.name]
 
 
 def _attention_of(keys: Format, values: Format, dtype: torch.dtype) -> Any:
@@ -60,35 +58,28 @@ def _attention_of(keys: Format, values: Format, dtype: torch.dtype) -> Any:
         memory = nb.floats(scratch), copied(scratch + at * 4)  # in bytes
         sizes, strides = values[14:26], values[26:37] + values[44:50]
         scales = k_scales(values[40]), v_scales(values[41])
-        scale = max(nb.as_float(values[13]) * nb.floats(values[42])[0] * np.float32(k_unit), np.float32(LEAST_SCALE))
-        factor = nb.floats(values[43])[0] * np.float32(v_unit)
-        attend(*tensors, scales, factor, pointers(out), ids, memory, options, sizes, strides, scale, at)
+        factors = nb.floats(values[42])[0] * np.float32(k_unit), nb.floats(values[43])[0] * np.float32(v_unit)
+        scale = nb.as_float(values[13])
+        attend(*tensors, scales, factors, pointers(out), ids, memory, options, sizes, strides, scale, at)
 
     return run
 
 
-_attend: Any  # a global of the copy that `kernel_of` makes
+_attend: Any  # a global of the copy that `_kernel` makes
 
 
 def _paged_attention(arguments):
     _attend(arguments)  # noqa: F821
 
 
-@cache
-def kernel_of(dtype: torch.dtype, keys: tuple[str, int], values: tuple[str, int]) -> nb.Kernel:
-    """Return the kernel for queries of a dtype; it is compiled at its first use.
+def kernel_for(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> nb.Kernel:
+    """Return the kernel for queries of a dtype, float32 or bfloat16, and caches [..., elements].
 
-    Args:
-        dtype: float32 or bfloat16.
-        keys: name of the `KvKind` of keys, and their size.
-        values: the same of values.
+    It is compiled at its first use.
     """
-    (k_name, k_format), (v_name, v_format) = (
-        _format_of(keys[0], dtype, keys[1]),
-        _format_of(values[0], dtype, values[1]),
-    )
-    name = f"of_{k_name}_and_{v_name}_beside_{dtype}"
-    return _kernel(name, k_format, v_format, dtype)
+    names, formats = zip(*(_format_of(cache, dtype) for cache in (k_cache, v_cache)), strict=True)
+    name = f"of_{names[0]}_and_{names[1]}_beside_{dtype}"
+    return _kernel(name, *formats, dtype)
 
 
 @cache
@@ -139,7 +130,7 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
     arguments: tuple[int | str, ...] = (
         *TENSORS,
         scratch_size,
-        nb.bits(call.softmax_scale * LOG2_E),
+        nb.bits(max(call.softmax_scale * LOG2_E, LEAST_SCALE)),
         len(call.seq_lens),
         max_queries,
         num_kv_heads,
@@ -148,7 +139,5 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
         *sizes_of(call),
         *scales_of(call),
     )
-    keys = kv_kind(call.k_cache.dtype).name, size
-    values = kv_kind(call.v_cache.dtype).name, v_size
-    kernel = kernel_of(call.q.dtype, keys, values)
+    kernel = kernel_for(call.q.dtype, call.k_cache, call.v_cache)
     return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size)

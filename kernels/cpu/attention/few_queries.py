@@ -15,14 +15,13 @@ from ..vectors import (
     fill,
     larger,
     largest_of,
-    load_part,
     load_vector,
     multiply_add,
     store_vector,
     sum_of,
 )
 from .few_formats import _KEYS, Format, _copy_scaled
-from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, visible
+from .many_queries import changed_score, clear_rows, first_sum, log_sum_exp, number_of_head, visible, zero_sums
 
 
 @nb.device_function
@@ -94,7 +93,7 @@ def attention_by(keys: Format, values: Format) -> Any:
 
     @nb.device_function
     def attend_heads(
-        q, k_cache, v_cache, row_scales, value_factor, out, block_table, memory, options, strides, scale, at, seq, row,
+        q, k_cache, v_cache, row_scales, factors, out, block_table, memory, options, strides, scale, at, seq, row,
         num_queries, context, length, head, end_head, group, num_tokens, size, v_size, block_size, window_left,
         window_right, chunk_size, next_keys,
     ):  # fmt: skip
@@ -102,7 +101,7 @@ def attention_by(keys: Format, values: Format) -> Any:
 
         It returns whether all sums of values are finite.
 
-        value_factor: of all values.
+        factors: of all scores and of all values.
         context: position of the first query.
         next_keys: place of the keys that are read next, for prefetching.
         """
@@ -168,6 +167,8 @@ def attention_by(keys: Format, values: Format) -> Any:
                     for i in range(group):
                         r, member, factor = h * of_head + query * group + i, (head + h) * group + i, scale
                         at_scores = scores + r * _KEYS
+                        if factors[0] != np.float32(1):
+                            _copy_scaled(scratch, at_scores, factors[0], scratch, at_scores, padded)
                         if cap > np.float32(0) or slopes[0] != 0:
                             slope = -number_of_head(slopes, member)
                             _change(scratch, at_scores, padded, scale, cap, slope, np.float32(position - tile))
@@ -217,9 +218,7 @@ def attention_by(keys: Format, values: Format) -> Any:
                             )  # fmt: skip
                         r += num_rows
                 j += run
-        num_sums, zero_sums = rows * v_size, fill(np.float32(0))
-        for i in range(0, num_sums, LANES):
-            zero_sums = multiply_add(load_part(scratch, sums + i, num_sums - i), fill(np.float32(0)), zero_sums)
+        are_finite = sum_of(zero_sums(scratch, sums, rows * v_size)) == np.float32(0)
         for r in range(rows):
             token, member = row + r % of_head // group, (head + r // of_head) * group + r % group
             start, total = token * out_token + member * out_head, scratch[totals + r]
@@ -228,11 +227,11 @@ def attention_by(keys: Format, values: Format) -> Any:
             inverse = np.float32(0)
             if total != 0:
                 inverse = np.float32(1) / total
-            copy_sums(scratch, sums + r * v_size, inverse * value_factor, out, start, v_size)
-        return sum_of(zero_sums) == np.float32(0)
+            copy_sums(scratch, sums + r * v_size, inverse * factors[1], out, start, v_size)
+        return are_finite
 
     @nb.device_function
-    def attend(q, k_cache, v_cache, scales, value_factor, out, ids, memory, options, sizes, strides, scale, at):
+    def attend(q, k_cache, v_cache, scales, factors, out, ids, memory, options, sizes, strides, scale, at):
         """Attend with all sequences that have few queries; threads get equal shares of keys and heads, in order.
 
         The first thread sets the rows of empty sequences and of no sequence to 0.
@@ -287,7 +286,7 @@ def attention_by(keys: Format, values: Format) -> Any:
                     query, num_together = np.int64(0), num_queries
                     while query < num_queries:
                         are_finite = attend_heads(
-                            q, k_cache, v_cache, scales, value_factor, out, block_table, memory, options, strides,
+                            q, k_cache, v_cache, scales, factors, out, block_table, memory, options, strides,
                             scale, at, seq, row + query, num_together, length - num_queries + query, length, head, stop,
                             group, num_tokens, size, v_size, block_size, window_left, window_right, chunk_size,
                             next_keys,

@@ -21,6 +21,7 @@ from ..vectors import (
     fill,
     larger,
     largest_of,
+    load_part,
     load_vector,
     multiply_add,
     softcapped,
@@ -151,6 +152,16 @@ def _multiply(floats, sums, v_size, half, factor):
     for column in range(v_size):
         at = sums + place(column, half)
         store_vector(floats, at, multiply_add(load_vector(floats, at), factor, zeros))
+
+
+@nb.inlined
+def zero_sums(numbers, start, size):
+    """Return a vector of sums of products of 0 with `size` numbers: 0, or in a lane NaN if one is not finite."""
+    zeros = fill(np.float32(0))
+    total = zeros
+    for i in range(0, size, LANES):
+        total = multiply_add(load_part(numbers, start + i, size - i), zeros, total)
+    return total
 
 
 def block_by(score: Step, weigh: Step, add_values: Step, weights_of: Step, value_of: Step) -> Any:

@@ -70,19 +70,38 @@ def kernel_of_many(dtype: torch.dtype, *sizes: int) -> nb.Kernel:
     return _bfloat16
 
 
+def _many_kernel(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> nb.Kernel:
+    if k_cache.dtype == v_cache.dtype == dtype:
+        return kernel_of_many(dtype, k_cache.shape[-1], v_cache.shape[-1])
+    return _codes
+
+
+def _reads_rows(cache: torch.Tensor) -> bool:
+    """Return whether numba kernels read a cache if keys or values are in 4 or 8 bits: heads of whole groups of 32."""
+    kind = kv_kind(cache.dtype)
+    if kind.width(cache) % NUMBERS != 0:
+        return False
+    codes = CODES.get(kind.name)
+    return codes is None or HAS_FLOAT16 or not codes.needs_float16
+
+
+def kernels_for(dtype: torch.dtype, k_cache: torch.Tensor, v_cache: torch.Tensor) -> list[nb.Kernel]:
+    """Return the kernels beside queries of a dtype for caches [..., elements]; none if PyTorch attends."""
+    is_plain = k_cache.dtype == v_cache.dtype == dtype
+    if not is_plain and not (_reads_rows(k_cache) and _reads_rows(v_cache)):
+        return []
+    return [few_kernels.kernel_for(dtype, k_cache, v_cache), _many_kernel(dtype, k_cache, v_cache)]
+
+
 def takes_codes(call: AttentionCall) -> bool:
     """Return whether numba kernels read calls like this one with keys or values in 4 or 8 bits.
 
-    Heads have whole groups of 32. Plain keys beside values in codes, or the reverse, have the dtype of q and no scale.
+    Plain keys beside values in codes, or the reverse, have the dtype of q and no scale.
     """
-    sizes = call.q.shape[2], call.v_head_dim
-    for cache, scale, size in zip((call.k_cache, call.v_cache), (call.k_scale, call.v_scale), sizes, strict=True):
-        codes = CODES.get(kv_kind(cache.dtype).name)
-        if size % NUMBERS != 0:
+    for cache, scale in ((call.k_cache, call.k_scale), (call.v_cache, call.v_scale)):
+        if not _reads_rows(cache):
             return False
-        if codes is None and scale is not None:
-            return False
-        if codes is not None and codes.needs_float16 and not HAS_FLOAT16:
+        if kv_kind(cache.dtype).name not in CODES and scale is not None:
             return False
     return True
 
@@ -137,8 +156,5 @@ def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | N
         number_of_format(call.v_cache.dtype),
         *few_kernels.scales_of(call),
     )
-    if call.k_cache.dtype == call.v_cache.dtype == call.q.dtype:
-        kernel = kernel_of_many(call.q.dtype, size, v_size)
-    else:
-        kernel = _codes
+    kernel = _many_kernel(call.q.dtype, call.k_cache, call.v_cache)
     return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size, before=few)

@@ -18,7 +18,7 @@ from ..vectors import (
     store_pairs,
     sum_of,
 )
-from .many_queries import KEYS, STEP, attention_by, block_by, place
+from .many_queries import KEYS, STEP, attention_by, block_by, place, zero_sums
 
 # Float32 words of one element in a half of a block's packed rows, to compute where the second half begins. Packed keys
 # have the same layout.
@@ -37,20 +37,16 @@ def _pack_rows(q, memory, starts, to, size):
 def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begin, end, size, v_size):
     """Pack keys as rows and values as columns; return whether all values are finite."""
     _, halves, _, longs = memory
-    zeros, ones = fill(np.float32(0)), fill(np.float32(1))
-    zero_sums = zeros  # NaN if a value is infinite or NaN
+    total = fill(np.float32(0))
     for key in range(begin, end):
         for column in range(0, size, TILE_COLUMNS):
             copy_words(k_cache, longs[starts + key] + column, halves, 2 * keys + key * size + column)
-        row_sums = zeros
-        for column in range(0, v_size, LANES):
-            row_sums = multiply_add(load_vector(v_cache, longs[starts + KEYS + key] + column), zeros, row_sums)
-        zero_sums = multiply_add(row_sums, ones, zero_sums)
+        total = multiply_add(zero_sums(v_cache, longs[starts + KEYS + key], v_size), fill(np.float32(1)), total)
     for key in range(begin, end, TILE_COLUMNS):
         for column in range(0, v_size, TILE_ROWS):
             to = 2 * values + column * KEYS + key
             tiles.transpose_tile(v_cache, longs, starts + KEYS + key, column, halves, to, KEYS)
-    return sum_of(zero_sums) == np.float32(0)
+    return sum_of(total) == np.float32(0)
 
 
 @device_function

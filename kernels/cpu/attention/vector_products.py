@@ -21,7 +21,7 @@ from ..vectors import (
     store_vector,
     sum_of,
 )
-from .many_queries import KEYS, attention_by, block_by, place
+from .many_queries import KEYS, attention_by, block_by, place, zero_sums
 
 # Numbers of formats, in arguments of the kernel.
 _BFLOAT16, _INT4, _INT8, _E4M3, _E5M2, _NVFP4, _FLOAT32 = range(7)
@@ -55,14 +55,10 @@ def widen(cache, start, floats, to, size):
 
 @device_function
 def _are_finite(floats, values, stride, begin, end):
-    """Return whether packed values are finite: their products with 0 are then 0, else NaN."""
-    zeros, ones = fill(np.float32(0)), fill(np.float32(1))
-    total = zeros
+    """Return whether packed values are finite."""
+    total = fill(np.float32(0))
     for key in range(begin, end):
-        row_sums = zeros
-        for column in range(0, stride, LANES):
-            row_sums = multiply_add(load_vector(floats, values + key * stride + column), zeros, row_sums)
-        total = multiply_add(row_sums, ones, total)
+        total = multiply_add(zero_sums(floats, values + key * stride, stride), fill(np.float32(1)), total)
     return sum_of(total) == np.float32(0)
 
 

@@ -12,7 +12,7 @@ from ...cache.latent_cache import record_form
 from ...core.dtypes import SMALLEST
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LANES, LOG2_E, exp2_of, fill, larger, load_part, multiply_add, store_part
+from ..vectors import LANES, LOG2_E, exp2_of, fill, larger, load_part, multiply_add, number_of_e4m3, store_part
 from .qk_norm_rope_and_cache import _rotate
 
 # Forms of entries.
@@ -39,10 +39,8 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
     """
     row_before, num_before, block, offset = starts
     pool_size, dim, row_slot, bias_position, num_halves, block_size = sizes
-    gates, own_half = (
-        num_halves * dim,
-        (num_halves - 1) * dim,
-    )  # columns of a row: its first gate, and the pool's own half
+    # Columns of a row: its first gate, and the pool's own half.
+    gates, own_half = num_halves * dim, (num_halves - 1) * dim
     ones, to_exponent = fill(np.float32(1)), fill(np.float32(LOG2_E))
     for i in range(0, dim, LANES):
         count = dim - i
@@ -113,13 +111,6 @@ def _store_codes(entry, first, end, codes, at):
 
 
 @nb.device_function
-def _number_of_e4m3(code):
-    """Return the number of an e4m3 code that is finite and not negative."""
-    # Float32's bias is 127, that of e4m3 is 7.
-    return np.int32(code << np.int32(20)).view(np.float32) * np.float32(2.0**120)
-
-
-@nb.device_function
 def _e2m1(number):
     """Return the e2m1 code of a number: the nearest, ties to even, at most 6."""
     magnitude, code = np.abs(number), np.int32(0)
@@ -140,7 +131,7 @@ def _store_packed_codes(entry, first, end, codes, at):
         largest = max(largest, np.abs(entry[i]))
         not_finite += entry[i] * np.float32(0)
     scale_code = _e4m3(largest * np.float32(1 / 6))
-    scale = _number_of_e4m3(np.int32(scale_code))
+    scale = number_of_e4m3(scale_code)
     inverse = np.float32(0)
     if scale > np.float32(0):
         inverse = np.float32(1) / scale

@@ -22,6 +22,7 @@ from ..vectors import (
     call,
     emitted,
     load_vector,
+    multiples,
     prefetch,
     splat,
     steps,
@@ -42,13 +43,6 @@ HAS_TILES = _HAS_VNNI or (cpu_features().get("avx2", False) and cpu_features().g
 
 def _at(builder: ir.IRBuilder, pointer: ir.Value, number: int) -> ir.Value:
     return builder.gep(pointer, [ir.Constant(_INT, number)])
-
-
-def _pointers(builder: ir.IRBuilder, pointer: ir.Value, step: ir.Value, count: int) -> list[ir.Value]:
-    pointers = [pointer]
-    while len(pointers) < count:
-        pointers.append(builder.gep(pointers[-1], [step]))
-    return pointers
 
 
 def _vectors(builder: ir.IRBuilder, pointer: ir.Value, element: ir.Type, count: int = _VECTORS) -> list[ir.Value]:
@@ -122,7 +116,7 @@ def int8_tile(num_rows: int) -> Any:
     @emitted()
     def tile(builder, codes, width, w, start, scale, sums):
         step = builder.add(width, ir.Constant(width.type, 4))
-        rows = _pointers(builder, builder.bitcast(codes, _BYTE.as_pointer()), step, num_rows)
+        rows = multiples(builder, builder.bitcast(codes, _BYTE.as_pointer()), step, num_rows)
         firsts = _vectors(builder, start, _INT)
         totals = [[cgutils.alloca_once(builder, WORDS) for _ in firsts] for _ in rows]
         for row_totals in totals:
@@ -175,7 +169,7 @@ def code_tile(num_rows: int, numbers: Sequence[int], step: int) -> Any:
 
     @emitted()
     def tile(builder, codes, row_bytes, width, group, w, scales, zeros, num_outputs, sums):
-        rows = _pointers(builder, builder.bitcast(codes, _BYTE.as_pointer()), row_bytes, num_rows)
+        rows = multiples(builder, builder.bitcast(codes, _BYTE.as_pointer()), row_bytes, num_rows)
         # Sum in local variables, which LLVM keeps in registers or on the stack. If `sums` held them, LLVM would keep
         # them twice.
         row_sums = [[sum_from_zero(builder) for _ in range(_VECTORS)] for _ in rows]

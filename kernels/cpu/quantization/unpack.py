@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from .. import kernel as nb
 from ..launch import NumbaLaunch
-from ..vectors import LANES, VECTOR, WORDS, at, emitted, fill, load_vector, multiply_add, round_pairs
+from ..vectors import LANES, VECTOR, WORDS, at, emitted, fill, load_vector, multiples, multiply_add, round_pairs
 from .block_product import E2M1_NUMBERS, E2M1_OFFSET, INT4_OFFSET
 from .block_tiles import BLOCK, numbers_of_codes
 
@@ -52,9 +52,7 @@ def _octet(numbers: Sequence[int]) -> Any:
                 shifted = builder.lshr(half, ir.Constant(WORDS, [8 * byte] * LANES))
                 number = builder.sitofp(builder.and_(shifted, mask), VECTOR)
                 weights.append(multiply_add.emit(builder, number, scale, base))
-        rows = [builder.gep(out, [to])]
-        while len(rows) < LANES:
-            rows.append(builder.gep(rows[-1], [stride]))
+        rows = multiples(builder, builder.gep(out, [to]), stride, LANES)
         if not is_float:
             pairs = zip(weights[::2], weights[1::2], strict=True)
             _store_rows(builder, [round_pairs(builder, a, b) for a, b in pairs], rows)

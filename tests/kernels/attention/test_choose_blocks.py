@@ -138,8 +138,8 @@ NUMBA_MUTATIONS = {
     "earlier tiles are dropped": ("if tile + j > block * block_keys:", "if False:"),
     "the root is not the worst": ("if heap[child] >= rank:", "if True:"),
     "the scale of another key": ("*= scratch[key_scales + j]", "*= scratch[key_scales]"),
-    "8 bits are one bit off": ("magnitude << np.int32(20)", "magnitude << np.int32(19)"),
-    "the sign of 8 bits is lost": ("(code & np.int32(0x80))", "(code & np.int32(0))"),
+    "8 bits are one bit off": ("number_of_e4m3(codes[start + i])", "number_of_e4m3(codes[start + i] >> 1)"),
+    "the sign of 8 bits is lost": ("number_of_e4m3(codes[start + i])", "number_of_e4m3(codes[start + i] & 0x7F)"),
 }  # fmt: skip
 
 

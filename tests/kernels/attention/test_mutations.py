@@ -265,11 +265,15 @@ NUMBA_MUTATIONS = {
     "the first scale of values of a block": ("int8", "scales[place + key * stride]", "scales[place]"),
     "scales of keys of the next": ("int8", "place + i * scale_stride", "place + (i + 1) * scale_stride"),
     "values with scales of keys": ("many int8", "longs[starts + 3 * KEYS + key]", "longs[starts + 2 * KEYS + key + 1]"),
-    "no scale of a table of keys": ("nvfp4", " * nb.floats(values[42])[0]", ""),
-    "no scale of a table of values": ("nvfp4", "inverse * value_factor", "inverse"),
+    "no scale of a table of keys": ("nvfp4", "nb.floats(values[42])[0] * ", ""),
+    "no scale of a table of values": ("nvfp4", "inverse * factors[1]", "inverse"),
     "the first of two scales of 32 numbers for both": ("nvfp4", "column // NUMBERS * num_scales", "column // NUMBERS"),
     "the table scale of values for keys": ("many nvfp4", "scale_start, k_table, wide", "scale_start, v_table, wide"),
-    "values in the format of keys": ("two formats", "k_format, v_format, dtype)", "k_format, k_format, dtype)"),
+    "values in the format of keys": (
+        "two formats",
+        "for cache in (k_cache, v_cache)",
+        "for cache in (k_cache, k_cache)",
+    ),
     "keys behind a chosen block": ("chosen", "for j in range(num_keys, padded)", "for j in range(padded, padded)"),
 }
 

@@ -166,6 +166,21 @@ class TestPrompts:
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("num_queries", [1, 40])
+    @TYPES
+    def test_every_scale_of_a_table(self, dtype: torch.dtype, num_queries: int) -> None:
+        """Also those that no encoder writes: below 0, 0 and NaN."""
+        problem = Problem("", ((num_queries, 90),), dtype=dtype, head_dim=64, cache_dtype=NVFP4, scales="table")
+        arguments = {**vars(make(problem, CPU)), "softcap": 3.0}
+        for scale in (-0.3, 0.0, torch.nan):
+            arguments["k_table_scale"] = torch.tensor(scale)
+            want, _ = definition.paged_attention(**arguments)
+            out = paged.paged_attention(**arguments, max_seqlen_q=num_queries)
+            # Weights are rounded to the dtype, and sums of 90 values cancel to a tenth of their size.
+            precision = 2**-6 if dtype == BF16 else 1e-5
+            assert_within(out, want.to(dtype), precision * want.nan_to_num().abs().max())
+
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("num_queries", [1, 40])
     def test_every_number_of_nvfp4(self, num_queries: int) -> None:
         """A sum over one key is its value: all codes with all scales, NaN included."""
         codes = torch.arange(16, dtype=torch.uint8)
