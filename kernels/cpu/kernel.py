@@ -40,10 +40,17 @@ def cpu_name() -> str:
     return config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
 
 
-device_function = numba.njit(fastmath=FASTMATH, error_model="numpy")
+# Options of device functions, which only compiled code calls: without wrappers for other callers.
+_DEVICE_OPTIONS = {
+    "fastmath": FASTMATH,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+device_function = numba.njit(**_DEVICE_OPTIONS)
 # Device function whose code numba copies into each caller. Compilation takes longer, but attention of few queries is up
 # to a fifth faster.
-inlined = numba.njit(fastmath=FASTMATH, error_model="numpy", inline="always")
+inlined = numba.njit(**_DEVICE_OPTIONS, inline="always")
 
 
 @cache

@@ -38,10 +38,29 @@ NVFP4 = torch.float4_e2m1fn_x2
 # Caches that numba kernels read; the last two have one scale or one for each head.
 CODES = torch.int8, torch.bits4x2, NVFP4, torch.bits8, torch.float8_e4m3fn, torch.float8_e5m2
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, BF16])
-# The kernel of NVFP4 takes long to compile.
+
+
+def _is_taken(problem: Problem) -> bool:
+    """Whether numba kernels attend, not PyTorch."""
+    sizes = problem.head_dim, problem.v_head_dim or problem.head_dim
+    if problem.cache_dtype is None:
+        is_taken_cache = not problem.scales
+    else:
+        is_taken_cache = all(size % 32 == 0 for size in sizes) and not problem.chosen[1]
+    return is_taken_cache and not problem.tree and isinstance(problem.causal, bool)
+
+
+# The kernel of a cache format beside a dtype takes 5 s to compile: the others are thorough.
+COMPILED_CODES = ("fp8 keys that are values", torch.float32), ("int8 cache", BF16), ("int4 cache", BF16)
 PROBLEMS = [
-    pytest.param(problem, id=problem.name, marks=[pytest.mark.thorough] * (problem.cache_dtype == NVFP4))
+    pytest.param(
+        replace(problem, dtype=dtype),
+        id=f"{problem.name} {dtype}",
+        marks=[pytest.mark.thorough]
+        * (problem.cache_dtype is not None and _is_taken(problem) and (problem.name, dtype) not in COMPILED_CODES),
+    )
     for problem in attention.PROBLEMS
+    for dtype in (torch.float32, BF16)
     if problem.dtype == torch.float32 and problem.lengths
 ]
 
@@ -64,18 +83,11 @@ class TestTypes:
     pytestmark = by_three_threads
 
     @pytest.mark.parametrize("problem", PROBLEMS)
-    @TYPES
-    def test_attention(self, dtype: torch.dtype, problem: Problem) -> None:
+    def test_attention(self, problem: Problem) -> None:
         """Run trees, sequences that differ in causality, scaled caches and heads without full groups in PyTorch."""
-        sizes = problem.head_dim, problem.v_head_dim or problem.head_dim
-        if problem.cache_dtype is None:
-            is_taken_cache = not problem.scales
-        else:
-            is_taken_cache = all(size % 32 == 0 for size in sizes) and not problem.chosen[1]
-        is_taken = is_taken_cache and not problem.tree and isinstance(problem.causal, bool)
         with mock.patch.object(definition, "paged_attention", wraps=definition.paged_attention) as in_pytorch:
-            check(replace(problem, dtype=dtype), CPU)
-        assert in_pytorch.called == (not is_taken)
+            check(problem, CPU)
+        assert in_pytorch.called == (not _is_taken(problem))
 
     @pytest.mark.parametrize("shape", [(3, 64), (5, 100), (2, 3, 48), (0, 16)])
     def test_norms(self, shape: tuple[int, ...]) -> None:
