@@ -39,6 +39,12 @@ class TraceCall:
         """Names of all solutions, and of the reference."""
         return [*self.candidates, *self.refused]
 
+    def label(self, name: str) -> str:
+        """Return the name of the call by a function; of the workload itself for ""."""
+        if not name:
+            return self.name
+        return f"{self.name} by {name}"
+
 
 @contextmanager
 def calls_of(path: Path, only: str = "") -> Iterator[Iterator[TraceCall]]:
@@ -69,6 +75,9 @@ def _calls(traces: TraceSet, workloads: list[Workload], folder: Path) -> Iterato
         except PagedError as error:
             call = TraceCall(name, refused={"": str(error)})
         yield call
+    for solution in traces.solutions:
+        if solution.definition not in traces.definitions:
+            yield TraceCall(solution.definition, refused={solution.name: f"no definition {solution.definition}"})
 
 
 def _call(traces: TraceSet, workload: Workload, folder: Path, number: int) -> TraceCall:

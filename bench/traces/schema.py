@@ -150,6 +150,8 @@ class Workload:
             if math.prod(shape) > _MAX_ELEMENTS:
                 raise InvalidInputError(f"{where}: shape {shape}, expected at most {_MAX_ELEMENTS} elements")
             return torch.randn(shape).to(dtype)
+        if source.get("type") != "safetensors":
+            raise InvalidInputError(f"{where}: type {source.get('type')!r}, expected random or safetensors")
         tensor = self._stored(name, source)
         if list(tensor.shape) != shape or tensor.dtype != dtype:
             raise InvalidInputError(
@@ -230,11 +232,11 @@ def read_set(path: Path) -> TraceSet:
         raise InvalidInputError(f"{path}: expected a trace set with definitions/, or a file of workloads in one")
     definitions = {}
     for file in sorted((root / "definitions").rglob("*.json")):
-        definition = _parsed(file, file.read_text(), parse_definition)
+        definition = _parsed(file, _content(file), parse_definition)
         definitions[definition.name] = definition
     solutions = []
     for file in sorted((root / "solutions").rglob("*.json")):
-        solutions.append(_parsed(file, file.read_text(), _solution))
+        solutions.append(_parsed(file, _content(file), _solution))
     return TraceSet(definitions, list(_workloads(root, files)), solutions)
 
 
@@ -254,9 +256,16 @@ def write_set(root: Path, definitions: Mapping[str, Definition], workloads: Sequ
 
 def _workloads(root: Path, files: Sequence[Path]) -> Iterator[Workload]:
     for file in files:
-        for line in file.read_text().splitlines():
+        for line in _content(file).splitlines():
             if line.strip():
                 yield _parsed(file, line, lambda content: _workload(content, root))
+
+
+def _content(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
 def _parsed(file: Path, text: str, parse: Callable[[Any], T]) -> T:
@@ -271,9 +280,12 @@ def parse_definition(content: Any) -> Definition:
     """Return a definition from its JSON; raise ValueError, KeyError or TypeError if it is none."""
     axes: dict[str, int | None] = {}
     for name, axis in content["axes"].items():
+        kind = axis.get("type", "const" if "value" in axis else "var")  # the format's default
+        if kind not in ("const", "var"):
+            raise ValueError(f"axis {name} of type {kind!r}, expected const or var")
         axes[name] = None
-        if axis["type"] != "var":
-            axes[name] = int(axis["value"])
+        if kind == "const":
+            axes[name] = _size(name, axis["value"])
     return Definition(
         _text(content["name"]),
         _text(content["op_type"]),
@@ -298,9 +310,7 @@ def _spec(content: Any, axes: Mapping[str, int | None]) -> Spec:
 
 def _workload(content: Any, root: Path) -> Workload:
     workload = content["workload"]
-    axes = {name: int(size) for name, size in workload["axes"].items()}
-    if min(axes.values(), default=0) < 0:
-        raise ValueError(f"axes {axes}")
+    axes = {name: _size(name, size) for name, size in workload["axes"].items()}
     inputs = {name: dict(source) for name, source in workload["inputs"].items()}
     return Workload(_text(content["definition"]), _text(workload["uuid"]), axes, inputs, root)
 
@@ -312,9 +322,12 @@ def _solution(content: Any) -> Solution:
         path = PurePosixPath(_text(source["path"]))
         if path.is_absolute() or ".." in path.parts:
             raise ValueError(f"source {path}")
+        if str(path) in sources:
+            raise ValueError(f"two sources {path}")
         sources[str(path)] = _text(source["content"])
     entry_point = _text(spec["entry_point"])
-    if entry_point.partition("::")[0] not in sources:
+    file, _, function = entry_point.partition("::")
+    if str(PurePosixPath(file)) not in sources or not function:
         raise ValueError(f"entry point {entry_point}, expected file::function with a file of sources")
     in_place = spec.get("destination_passing_style", True)
     return Solution(
@@ -325,6 +338,12 @@ def _solution(content: Any) -> Solution:
         bool(in_place),
         sources,
     )
+
+
+def _size(axis: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"axis {axis}: {value!r}, expected a whole number of at least 0")
+    return value
 
 
 def _text(value: Any) -> str:

@@ -115,6 +115,9 @@ class _Attention(Translation):
         page_size = k_cache.shape[1]
         if len(offsets) < 1 or offsets[0] != 0 or (num_pages < 0).any() or offsets[-1] > len(page_ids):
             raise InvalidInputError("kv_indptr: expected growing offsets into kv_indices that begin with 0")
+        page_ids = page_ids[: offsets[-1]]
+        if ((page_ids < 0) | (page_ids >= len(k_cache))).any():
+            raise InvalidInputError(f"kv_indices: expected pages below {len(k_cache)}")
         seq_lens = num_pages * page_size
         if "kv_last_page_len" in inputs:
             last = inputs["kv_last_page_len"].long()
@@ -123,10 +126,12 @@ class _Attention(Translation):
             seq_lens = (seq_lens - page_size + last) * (num_pages > 0)
         is_used = torch.arange(max(num_pages.tolist(), default=0), device=q.device) < num_pages[:, None]
         block_table = torch.zeros(is_used.shape, dtype=torch.int32, device=q.device)
-        block_table[is_used] = page_ids[: offsets[-1]].int()
+        block_table[is_used] = page_ids.int()
         query_offsets = inputs.get("qo_indptr")
         if query_offsets is None:
             query_offsets = torch.arange(len(q) + 1, device=q.device)
+        if len(query_offsets) != len(offsets) or query_offsets[0] != 0 or query_offsets[-1] != len(q):
+            raise InvalidInputError(f"qo_indptr: expected {len(offsets)} offsets from 0 to {len(q)}, or as many rows")
         return {
             "q": q,
             "k_cache": k_cache,
@@ -136,7 +141,7 @@ class _Attention(Translation):
             "seq_lens": seq_lens.int(),
             "max_seqlen_q": max(query_offsets.diff().tolist(), default=0),
             "softmax_scale": float(inputs["sm_scale"]),
-            "return_lse": True,
+            "return_lse": len(definition.outputs) == 2,
         }
 
     def inputs(self, definition: Definition, arguments: Arguments) -> Inputs:
@@ -242,11 +247,19 @@ def _eps(definition: Definition) -> float:
     """Return the constant EPS of the reference, which is no input in the format."""
     try:
         nodes = list(ast.walk(ast.parse(definition.reference)))
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError) as error:
         raise UnsupportedError(f"{definition.name}: its reference is no Python: {error}") from error
     for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "EPS":
-            return float(ast.literal_eval(node.value))
+        target = None
+        if isinstance(node, ast.Assign):
+            target = node.targets[0]
+        elif isinstance(node, ast.AnnAssign):
+            target = node.target
+        if isinstance(target, ast.Name) and target.id == "EPS":
+            value = node.value  # type: ignore[attr-defined]
+            if isinstance(value, ast.Constant) and isinstance(value.value, float):
+                return value.value
+            raise UnsupportedError(f"{definition.name}: its reference computes EPS, expected a constant")
     raise UnsupportedError(f"{definition.name}: its reference has no constant EPS")
 
 

@@ -82,7 +82,8 @@ def _time_trace(args: argparse.Namespace, setting: Setting) -> None:
     with calls_of(args.trace, args.only) as calls:
         for call in calls:
             if not call.operation:
-                print(f"{call.name}: {call.refused['']}")
+                for name, reason in call.refused.items():
+                    print(f"{call.label(name)}: {reason}")
                 continue
             timed = _Timed(call.path, setting)
             timed.contest.absent.update(call.refused)

@@ -233,7 +233,7 @@ def _trace(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         names = [args.backend]
     with calls_of(args.trace, args.only) as calls:
         all_calls = list(calls)
-        width = _print_head(args, [f"{call.name} by {name}" for call in all_calls for name in call.functions])
+        width = _print_head(args, [call.label(name) for call in all_calls for name in call.functions])
         for call in all_calls:
             for row in _rows_of_trace(args, device, call, names):
                 if not args.json:
@@ -243,10 +243,7 @@ def _trace(args: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 def _rows_of_trace(args: argparse.Namespace, device: torch.device, call: TraceCall, names: list[str]) -> Iterator[Row]:
     for name, reason in call.refused.items():
-        case = call.name
-        if name:
-            case += f" by {name}"
-        yield Row(case, "", None, 0.0, True, f"not checked: {reason}")
+        yield Row(call.label(name), "", None, 0.0, True, f"not checked: {reason}")
     if not call.operation:
         return
     for name in names:

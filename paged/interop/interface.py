@@ -52,7 +52,14 @@ class Interface:
         """Run the command line: print what the installed version changed, or with --record write `expected`."""
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--record", action="store_true", help="what is installed is what the backend relies on")
-        if parser.parse_args().record:
+        is_recorded = parser.parse_args().record
+        package = self.names[0].partition(".")[0]
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            print(f"{package} cannot be imported: {error}")
+            return 1
+        if is_recorded:
             self.record()
             return 0
         expected = {line.text: line for line in self._recorded()}

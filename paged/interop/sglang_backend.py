@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from paged.errors import UnsupportedError
+from paged.interop.sglang_interface import BACKEND
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.core.checks import FLOAT_DTYPES
@@ -81,13 +82,16 @@ class PagedAttnBackend(AttentionBackend):
 
         Raises:
             UnsupportedError: another kind of pool or dtype, pages whose size is neither 1 nor a multiple of 8, draft
-                workers, trees of drafts, or encoder-decoder models.
+                workers, trees of drafts, context parallelism, encoder-decoder models, or models whose images have
+                masks.
         """
         super().__init__()
         self._check(runner)
         self.device = runner.device
         self.req_to_token_pool, self.token_to_kv_pool = runner.req_to_token_pool, runner.token_to_kv_pool
         self.page_size: int = runner.page_size
+        # SGLang sizes the masks of drafts by it, for backends that ask for no lengths on the host.
+        self.max_context_len: int = self.req_to_token_pool.req_to_token.shape[1]
         self.num_verified: int = get_spec().speculative_num_draft_tokens or 1
         self.has_window_pool = isinstance(runner.token_to_kv_pool, SWAKVPool)
         self.graph: GraphBuffers | None = None
@@ -102,7 +106,7 @@ class PagedAttnBackend(AttentionBackend):
         self.step = None
         if forward_batch.forward_mode.is_idle():
             return
-        limit = self.req_to_token_pool.req_to_token.shape[1]
+        limit = self.max_context_len
         if forward_batch.seq_lens_cpu is not None:
             longest = int(forward_batch.seq_lens_cpu.max())
             if forward_batch.forward_mode.is_target_verify():
@@ -112,7 +116,7 @@ class PagedAttnBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Make the tensors that graphs of up to `max_bs` sequences and `max_num_tokens` tokens read."""
-        num_pages = -(-self.req_to_token_pool.req_to_token.shape[1] // self.page_size)
+        num_pages = -(-self.max_context_len // self.page_size)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -134,7 +138,7 @@ class PagedAttnBackend(AttentionBackend):
         if not (mode.is_decode_or_idle() or mode.is_target_verify()):
             raise UnsupportedError(f"forward_mode: {mode.name} in a CUDA graph, expected DECODE or TARGET_VERIFY")
         assert self.graph is not None
-        step = self._make_step(forward_batch, self.req_to_token_pool.req_to_token.shape[1])
+        step = self._make_step(forward_batch, self.max_context_len)
         tensors: dict[str, Any] = {}
         for buffer in fields(self.graph):
             tensor = getattr(step, buffer.name)
@@ -143,6 +147,9 @@ class PagedAttnBackend(AttentionBackend):
                 tensors[buffer.name].copy_(tensor)
         if in_capture:
             self.step = replace(step, **tensors)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """Do nothing: the metadata of a chain needs nothing that the drafts decide, no mask and no positions."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Length of sequences that pad a graph's batch: 1, so that every row sees a key."""
@@ -290,10 +297,20 @@ class PagedAttnBackend(AttentionBackend):
         topk = get_spec().speculative_eagle_topk or 1
         if topk > 1:
             raise UnsupportedError(f"speculative_eagle_topk: {topk}, expected 1, a chain of drafts")
-        if get_parallel().attn_dcp_size > 1:
-            raise UnsupportedError(f"dcp_size: {get_parallel().attn_dcp_size}, expected 1")
+        for name in ("attn_dcp_size", "attn_cp_size"):
+            size = getattr(get_parallel(), name)
+            if size > 1:
+                raise UnsupportedError(f"{name}: {size}, expected 1, no context parallelism")
         if runner.model_config.is_encoder_decoder:
             raise UnsupportedError("is_encoder_decoder: cross attention is not supported")
+        takes_images = runner.model_config.is_multimodal and not runner.model_config.is_lm_only
+        runs_prompts = runner.prefill_attention_backend_str == BACKEND
+        # SGLang gives the masks of images (Gemma 3 and 4) to its own backends alone; others run them as causal.
+        if takes_images and runs_prompts and hasattr(runner.model, "prepare_attn_masks"):
+            raise UnsupportedError(
+                f"is_multimodal: {type(runner.model).__name__} masks images, which is not supported; serve text alone "
+                "with --language-model-only, or choose another --prefill-attention-backend"
+            )
         if runner.is_draft_worker:
             raise UnsupportedError(
                 "is_draft_worker: drafts are not supported, choose another --speculative-draft-attention-backend"
@@ -315,3 +332,7 @@ def check_layer(layer: Any) -> None:
         raise UnsupportedError(f"logit_capping_method: {layer.logit_capping_method!r}, expected 'tanh'")
     if layer.xai_temperature_len and layer.xai_temperature_len > 0:
         raise UnsupportedError(f"xai_temperature_len: {layer.xai_temperature_len}, expected none")
+    if layer.use_irope:
+        raise UnsupportedError(
+            f"use_irope: layer {layer.layer_id} sees chunks of the sequence, expected all or a window"
+        )

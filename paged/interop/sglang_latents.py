@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MLATokenToKVPool
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
+from paged.errors import UnsupportedError
 from paged.interop.sglang_backend import PagedAttnBackend, check_layer, refuse_arguments
 from paged.interop.sglang_interface import BACKEND
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
@@ -66,6 +67,10 @@ class PagedLatentBackend(PagedAttnBackend):
         """
         refuse_arguments(unknown)
         check_layer(layer)
+        if layer.logit_cap:
+            raise UnsupportedError(f"logit_cap: {layer.logit_cap} over latents, expected none")
+        if layer.tp_k_head_num != 1:
+            raise UnsupportedError(f"tp_k_head_num: {layer.tp_k_head_num} heads of expanded latents, expected latents")
         step, pool = self.step, self.token_to_kv_pool
         assert step is not None
         buffer = pool.get_key_buffer(layer.layer_id)

@@ -33,7 +33,7 @@ _ENGINES: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
 
 def is_hybrid(config: Any) -> bool:
     """Return whether a model has layers that transformers' continuous batching refuses."""
-    layer_types = getattr(config, "layer_types", None) or ()
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
     return any(layer_type not in ATTN_TYPE_TO_ALLOCATOR for layer_type in layer_types)
 
 

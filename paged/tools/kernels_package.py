@@ -19,6 +19,7 @@ from pathlib import Path
 
 import paged
 from paged.errors import InvalidInputError
+from paged.kernels.core import errors
 
 BACKENDS = ("cpu", "cuda", "rocm")
 _KERNELS = Path(paged.__file__).parent / "kernels"
@@ -63,7 +64,7 @@ def write_repository(folder: Path) -> list[Path]:
 
 def public_names() -> dict[str, tuple[str, ...]]:
     """Return the public names that lie in the kernels, by their module below `paged.kernels`."""
-    names = {}
+    names = {"core.errors": tuple(name for name in paged._EXPORTS["paged.errors"] if hasattr(errors, name))}
     for module, exports in paged._EXPORTS.items():
         if module.startswith("paged.kernels."):
             names[module.removeprefix("paged.kernels.")] = exports

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from paged.serving.formats.reasoning_formats import REASONING_FORMATS
 from paged.serving.formats.tool_formats import TOOL_FORMATS
@@ -13,6 +15,14 @@ from paged.serving.vision.images import ImageRules
 
 def _option(default: Any, text: str, **arguments: Any) -> Any:
     return field(default=default, metadata={"help": text, **arguments})
+
+
+def _http_url(text: str) -> str:
+    """Return a URL; an exporter would find out in a thread, for every batch of spans, that it is none."""
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ArgumentTypeError(f"{text!r}, expected a URL such as http://localhost:4318/v1/traces")
+    return text
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,7 @@ class ServeConfig:
         None,
         "send OpenTelemetry spans of requests to this URL, such as http://localhost:4318/v1/traces; needs paged[otel]",
         metavar="URL",
+        type=_http_url,
     )
     log_format: str = _option("text", "format of the log: a line for each request, on stderr", choices=["text", "json"])
 

@@ -66,10 +66,11 @@ class RequestLog:
 class Generation(NamedTuple):
     """What the engine did for a request: newest outputs by number of the prompt.
 
-    asked: when the prompts reached the engine. times: when the newest outputs came, by number of the prompt. Both are
-    in seconds of `perf_counter`.
+    model: name in the API, of an adapter if the request has one. asked: when the prompts reached the engine. times:
+    when the newest outputs came, by number of the prompt. Both are in seconds of `perf_counter`.
     """
 
+    model: str
     params: SamplingParams
     asked: float
     outputs: dict[int, RequestOutput]

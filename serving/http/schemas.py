@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar, get_type_hints
@@ -32,13 +32,11 @@ _UNKNOWN = re.compile(r"unknown field `(.*?)`")
 _MISSING = re.compile(r"missing required field `(.*?)`")
 _UNUSED = re.compile(r"^unused field `(\w+)`: ")
 
-# Values of OpenAI's prompt_cache_options and Anthropic's context_management that have no effect.
-_IMPLICIT_CACHE: tuple[Any, ...] = ({}, {"mode": "implicit"})
+# Values of Anthropic's context_management that have no effect.
 _NO_EDITS: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 
-_DAY_SECONDS = 86_400.0
-# Seconds of Anthropic's cache_control by its ttl.
-_MARK_SECONDS = {None: 300.0, "5m": 300.0, "1h": 3600.0}
+# Seconds by the names that OpenAI and Anthropic give to times of prompt caching.
+_SECONDS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Tokens = list[Token]
@@ -105,11 +103,27 @@ class Body(Struct, kw_only=True, forbid_unknown_fields=True):
 B = TypeVar("B", bound=Body)
 
 
-class CacheControl(Struct):
-    """Anthropic's mark for prompts that stay cached for a time, 5 minutes by default."""
+class CacheControl(Body):
+    """Anthropic's mark for prompts that stay cached for a time, 5 minutes by default. scope: without effect."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+    scope: str | None = None
+
+    @property
+    def time(self) -> str:
+        """Name of the time."""
+        return self.ttl or "5m"
+
+
+class CacheOptions(Body):
+    """OpenAI's options of prompt caching. ttl: how long the prompt stays cached at least."""
+
+    ttl: Literal["30m", "12h"] | None = None
+
+    comparison_response_id: Null = None
+    mode: Annotated[Any, only("implicit")] = None
+    prewarm: Annotated[Any, only(False)] = None
 
 
 class CacheMarked(Struct, kw_only=True):
@@ -136,7 +150,7 @@ class ImageUrl(Struct):
     url: str
 
 
-class Image(Struct, tag="image_url"):
+class Image(CacheMarked, tag="image_url"):
     image_url: ImageUrl
 
 
@@ -189,8 +203,6 @@ class Sampling(Body):
     @property
     def retention(self) -> Retention | None:
         """Return how long the prompt stays cached; None for as long as the cache has memory."""
-        if getattr(self, "prompt_cache_retention", None) == "24h":
-            return Retention(ttl_s=_DAY_SECONDS)
         return None
 
     def grammar(self) -> Grammar | None:
@@ -265,6 +277,8 @@ class ConversationBody(Sampling):
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
+# OpenAI's retention policies. Its SDK 2.x writes "in-memory".
+Retained = Literal["in_memory", "in-memory", "24h"]
 
 
 class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
@@ -280,6 +294,8 @@ class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retained | None = None
 
     audio: Null = None
     function_call: Annotated[Any, only("none", "auto")] = None
@@ -287,16 +303,19 @@ class ChatBody(ConversationBody, OpenAiSampling, kw_only=True):
     modalities: Annotated[Any, only(["text"])] = None
     moderation: Null = None
     prediction: Null = None
-    prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     web_search_options: Null = None
+
+    @property
+    def retention(self) -> Retention | None:
+        contents = [message.content for message in self.messages]
+        return _openai_retention(self.prompt_cache_retention, self.prompt_cache_options, contents)
 
 
 class ReasoningText(Struct, tag="reasoning_text"):
     text: str
 
 
-class InputImage(Struct, tag="input_image"):
+class InputImage(CacheMarked, tag="input_image"):
     image_url: str
 
 
@@ -363,6 +382,8 @@ class ResponsesBody(ConversationBody, kw_only=True):
     reasoning: ResponsesReasoning | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     client_metadata: dict[str, Any] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retained | None = None
 
     access_programs: Null = None
     background: Annotated[Any, only(False)] = None
@@ -374,8 +395,6 @@ class ResponsesBody(ConversationBody, kw_only=True):
     moderation: Null = None
     previous_response_id: Null = None
     prompt: Null = None
-    prompt_cache_options: Annotated[Any, only(*_IMPLICIT_CACHE)] = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     stream_options: Annotated[Any, only({}, {"include_obfuscation": False})] = None
     top_logprobs: Annotated[Any, only(0)] = None
     truncation: Annotated[Any, only("disabled")] = None
@@ -384,6 +403,14 @@ class ResponsesBody(ConversationBody, kw_only=True):
         if self.text is None or self.text.format is None:
             return None
         return _schema("text.format", self.text.format.type, self.text.format.schema)
+
+    @property
+    def retention(self) -> Retention | None:
+        contents: list[Any] = []
+        if isinstance(self.input, list):
+            for item in self.input:
+                contents += [item.content, item.output]
+        return _openai_retention(self.prompt_cache_retention, self.prompt_cache_options, contents)
 
 
 class ToolUse(CacheMarked, tag="tool_use"):
@@ -501,20 +528,10 @@ class MessagesPrompt(ConversationBody, kw_only=True):
     @property
     def retention(self) -> Retention | None:
         """Return the retention of the mark with the longest time; None without marks."""
-        marks = [self.cache_control]
-        parts: list[Any] = [*(self.tools or ())]
-        for content in (self.system, *(message.content for message in self.messages)):
-            if isinstance(content, list):
-                parts += content
-        for part in parts:
-            if isinstance(part, CacheMarked):
-                marks.append(part.cache_control)
-            if isinstance(part, ToolResult) and isinstance(part.content, list):
-                marks += [inner.cache_control for inner in part.content]
-        seconds = [_MARK_SECONDS[mark.ttl] for mark in marks if mark is not None]
-        if not seconds:
-            return None
-        return Retention(ttl_s=max(seconds))
+        names = _marked([self.tools, self.system, *(message.content for message in self.messages)])
+        if self.cache_control is not None:
+            names.append(self.cache_control.time)
+        return _longest(names)
 
 
 class MessagesBody(MessagesPrompt, kw_only=True):
@@ -642,6 +659,37 @@ def _as_api_error(message: str) -> ApiError:
         reason = reason.removeprefix("Invalid value ") + " does not match any of the expected tags"
     param = re.sub(r"\[(\w+)\]", r".\1", place.replace("[...]", "")).lstrip(".")
     return ApiError(400, f"{param or 'the body'}: {reason}", param or None)
+
+
+def _openai_retention(policy: str | None, options: CacheOptions | None, contents: Iterable[Any]) -> Retention | None:
+    """Return the retention of the longest time that OpenAI's fields and marks in contents name; None without one."""
+    names = _marked(contents)
+    if policy == "24h":
+        names.append(policy)
+    if options is not None and options.ttl is not None:
+        names.append(options.ttl)
+    return _longest(names)
+
+
+def _marked(contents: Iterable[Any]) -> list[str]:
+    """Return the names of the times that marks on parts of contents have. A content without parts is a text or None."""
+    names = []
+    for content in contents:
+        if not isinstance(content, list):
+            continue
+        for part in content:
+            if isinstance(part, CacheMarked) and part.cache_control is not None:
+                names.append(part.cache_control.time)
+            if isinstance(part, ToolResult):
+                names += _marked([part.content])
+    return names
+
+
+def _longest(names: Sequence[str]) -> Retention | None:
+    """Return the retention of the longest time by its name; None without times."""
+    if not names:
+        return None
+    return Retention(ttl_s=max(_SECONDS[name] for name in names))
 
 
 def _schema(param: str, kind: str, schema: dict[str, Any] | None) -> Grammar | None:

@@ -299,7 +299,8 @@ class Service:
         ended: dict[int, str] = {}
         last: dict[int, RequestOutput] = {}
         times: dict[int, float] = {}  # time of the newest tokens, by prompt
-        request.state.generation = Generation(params, time.perf_counter(), last, times)
+        model = options.get("adapter", self.config.model_name)
+        request.state.generation = Generation(model, params, time.perf_counter(), last, times)
         try:
             async with aclosing(_merged(runs)) as outputs:
                 async for number, output in outputs:

@@ -13,6 +13,7 @@ children:
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -53,12 +54,14 @@ _FAILURES = ("error", "left", "shutdown", "slow")
 
 
 class RequestSpans:
-    """Writes the spans of requests to a provider. model_name: name in the API."""
+    """Writes the spans of requests to a provider. model_name: in the API, for requests that name no adapter."""
 
     def __init__(self, provider: TracerProvider, model_name: str) -> None:
         self._provider, self._model_name = provider, model_name
         self._tracer = provider.get_tracer("paged", paged.__version__)
         self._propagator = TraceContextTextMapPropagator()
+        # It would log a malformed tracestate as the client wrote it, up to 64 KiB a request.
+        logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
 
     @classmethod
     def to_endpoint(cls, endpoint: str, model_name: str) -> RequestSpans:
@@ -86,9 +89,12 @@ class RequestSpans:
         state = scope["state"]
         parent = self._propagator.extract(_trace_headers(scope))
         generation: Generation | None = state.get("generation")
-        attributes = self._attributes(operation, log, generation)
+        model = self._model_name
+        if generation is not None:
+            model = generation.model
+        attributes = _attributes(operation, model, log, generation)
         began_ns = int(state["began"] * 1e9)
-        name, kind = f"{operation} {self._model_name}", SpanKind.SERVER
+        name, kind = f"{operation} {model}", SpanKind.SERVER
         span = self._tracer.start_span(name, parent, kind, attributes, start_time=began_ns)
         if log.status >= 500 or log.end in _FAILURES:  # an error of the client, 4xx, is none of a server's span
             error_type = str(log.status)
@@ -101,36 +107,6 @@ class RequestSpans:
             for number, output in generation.outputs.items():
                 self._phases(span, output, to_ns, generation.asked, generation.times[number])
         span.end(began_ns + int(log.seconds * 1e9))
-
-    def _attributes(self, operation: str, log: RequestLog, generation: Generation | None) -> dict[str, AttributeValue]:
-        attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": "paged",
-            "gen_ai.request.model": self._model_name,
-            "gen_ai.response.id": log.id,
-            "http.request.method": log.method,
-            "url.path": log.path,
-        }
-        if log.status:
-            attributes["http.response.status_code"] = log.status
-        if generation is None:
-            return attributes
-        attributes |= _of_params(generation.params)
-        reasons, preemptions, recomputed = [], 0, 0
-        for output in generation.outputs.values():
-            reasons += [part.finish_reason for part in output.outputs if part.finish_reason is not None]
-            preemptions += output.metrics.preemptions
-            recomputed += output.metrics.recomputed_tokens
-        attributes |= {
-            "gen_ai.response.model": self._model_name,
-            "gen_ai.response.finish_reasons": reasons,
-            "gen_ai.usage.input_tokens": log.prompt_tokens,
-            "gen_ai.usage.output_tokens": log.new_tokens,
-            "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
-            "paged.preemptions": preemptions,
-            "paged.recomputed_tokens": recomputed,
-        }
-        return attributes
 
     def _phases(self, request: Span, output: RequestOutput, to_ns: int, asked: float, ended: float) -> None:
         """Write the phases of a prompt, as far as it came. asked, ended: in seconds of perf_counter."""
@@ -158,6 +134,39 @@ class RequestSpans:
             span.end(to_ns + int(end * 1e9))
 
 
+def _attributes(
+    operation: str, model: str, log: RequestLog, generation: Generation | None
+) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "paged",
+        "gen_ai.request.model": model,
+        "gen_ai.response.id": log.id,
+        "http.request.method": log.method,
+        "url.path": log.path,
+    }
+    if log.status:
+        attributes["http.response.status_code"] = log.status
+    if generation is None:
+        return attributes
+    attributes |= _of_params(generation.params)
+    reasons, preemptions, recomputed = [], 0, 0
+    for output in generation.outputs.values():
+        reasons += [part.finish_reason for part in output.outputs if part.finish_reason is not None]
+        preemptions += output.metrics.preemptions
+        recomputed += output.metrics.recomputed_tokens
+    attributes |= {
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": reasons,
+        "gen_ai.usage.input_tokens": log.prompt_tokens,
+        "gen_ai.usage.output_tokens": log.new_tokens,
+        "gen_ai.usage.cache_read.input_tokens": log.cached_tokens,
+        "paged.preemptions": preemptions,
+        "paged.recomputed_tokens": recomputed,
+    }
+    return attributes
+
+
 def _of_params(params: SamplingParams) -> dict[str, Any]:
     """Return the attributes of parameters that differ from the defaults."""
     attributes: dict[str, Any] = {}
@@ -172,6 +181,9 @@ def _of_params(params: SamplingParams) -> dict[str, Any]:
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers of W3C Trace Context in a request."""
+    """Return the headers of W3C Trace Context in a request. Lines of tracestate are one list; two parents are none."""
     headers = Headers(scope=scope)
-    return {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    parents, states = headers.getlist("traceparent"), headers.getlist("tracestate")
+    if len(parents) != 1:
+        return {}
+    return {"traceparent": parents[0], "tracestate": ",".join(states)}

@@ -1,6 +1,7 @@
 """Trace sets in FlashInfer-Bench's format: written, read, and solutions judged."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,9 @@ def write_peers_set(root: Path) -> None:
     for folder in folders:
         folder.mkdir(parents=True)
     (folders[0] / "decode.json").write_text(json.dumps({**DECODE, "reference": right}))
+    without_lse = {**DECODE, "name": "gqa_paged_decode_without_lse", "outputs": {"output": DECODE["outputs"]["output"]}}
+    without_lse["reference"] = right.replace("return output, lse", "return output")
+    (folders[0] / "without_lse.json").write_text(json.dumps(without_lse))
     save_file({"kv_indptr": torch.tensor([0, 7, 8], dtype=torch.int32),
                "kv_indices": torch.randperm(NUM_PAGES)[:8].int()}, folders[3] / "pages.safetensors")  # fmt: skip
     inputs: dict[str, Any] = {name: {"type": "random"} for name in SHAPES}
@@ -94,7 +98,8 @@ def write_peers_set(root: Path) -> None:
     axes = {"batch_size": 2, "num_pages": NUM_PAGES, "len_indptr": 3, "num_kv_indices": 8}
     workload = {"axes": axes, "inputs": inputs, "uuid": "12345678-0000"}
     line = {"definition": DECODE["name"], "workload": workload, "solution": None, "evaluation": None}
-    (folders[1] / "decode.jsonl").write_text(json.dumps(line) + "\n")
+    lines = [line, {**line, "definition": without_lse["name"]}]
+    (folders[1] / "decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     solutions = [
         solution("in_place", "python", "main.py::write", True, {"main.py": IN_PLACE, "attention.py": right}),
         solution("natural_logarithm", "triton", "main.py::run", False, {"main.py": ATTENTION.format(base="math.e")}),
@@ -103,6 +108,7 @@ def write_peers_set(root: Path) -> None:
         solution("unreadable", "python", "main.py::run", False, {"main.py": "import nowhere_at_all"}),
         solution("compiled", "cuda", "main.cu::run", True, {"main.cu": "// not Python"}),
     ]  # fmt: skip
+    solutions.append({**solutions[0], "name": "misspelt", "definition": "gqa_paged_decoed"})
     for content in solutions:
         (folders[2] / f"{content['name']}.json").write_text(json.dumps(content))
 
@@ -114,12 +120,14 @@ def test_a_strangers_solutions_are_judged(tmp_path: Path, capsys: pytest.Capture
     assert cli.main([*command, "--backend", "torch", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
     rows = {row["case"].removeprefix(f"{DECODE['name']} 12345678 by "): row for row in report["rows"]}
+    without_lse = "gqa_paged_decode_without_lse 12345678 by "
     assert {name for name, row in rows.items() if row["worst"] is not None and row["ok"]} == {
-        "torch", "its reference", "in_place",
+        "torch", "its reference", "in_place", f"{without_lse}torch", f"{without_lse}its reference",
     }  # fmt: skip
     assert rows["natural_logarithm"]["first"].startswith("lse[")
     assert "output: [1, 4, 16], torch.float32, expected [2, 4, 16]" in rows["other_shape"]["error"]
     assert "No module named 'nowhere_at_all'" in rows["unreadable"]["error"]
+    assert rows["gqa_paged_decoed by misspelt"]["error"] == "not checked: no definition gqa_paged_decoed"
     assert rows["compiled"]["error"] == "not checked: written in cuda, expected python or triton"
 
     assert cli.main(["bench", "--trace", str(tmp_path), "--repeats", "2"]) == 0
@@ -189,6 +197,7 @@ def test_a_call_of_attention_comes_back(lengths: Any) -> None:
         ('"num_pages": 40, ', "", "no axis num_pages"),
         ('"num_kv_indices": 8', '"num_kv_indices": 9', r"\[8\], torch.int32, the definition says \[9\]"),
         ('"type": "scalar", "value": 0.3', '"type": "scalar", "value": "0.3"', "sm_scale: expected a number"),
+        ('"q": {"type": "random"}', '"q": {"type": "scalar", "value": 1}', "q: type 'scalar', expected random or saf"),
     ],
 )
 def test_a_wrong_workload_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -202,12 +211,54 @@ def test_a_wrong_workload_is_refused(tmp_path: Path, old: str, new: str, message
 
 
 @pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("kv_indices", [*range(7), NUM_PAGES], "kv_indices: expected pages below 40"),
+        ("kv_indices", [*range(7), -1], "kv_indices: expected pages below 40"),
+        ("kv_indptr", [0, 9, 8], "kv_indptr: expected growing offsets"),
+        ("kv_indptr", [0, 7, 8, 8], "expected 4 offsets from 0 to 2"),
+    ],
+)
+def test_a_workload_that_is_no_call_is_refused(tmp_path: Path, name: str, values: list[int], message: str) -> None:
+    """A page outside of the cache would be read by kernels, which take the oracle with them."""
+    write_peers_set(tmp_path)
+    traces = read_set(tmp_path)
+    definition = traces.definitions[DECODE["name"]]
+    inputs = traces.workloads[0].read(definition, torch.device("cpu"))
+    inputs[name] = torch.tensor(values, dtype=torch.int32)
+    with pytest.raises(paged.InvalidInputError, match=message):
+        translation_of(definition).arguments(definition, inputs)
+
+
+@pytest.mark.parametrize("constant", ["EPS: float = 1e-5", "EPS = float('1e-5')"])
+def test_eps_of_a_reference(constant: str) -> None:
+    """A constant is read, whatever its form; other Python is not run."""
+    arguments = {"x": torch.ones(2, 8), "weight": torch.ones(8), "eps": 1e-6}
+    definition = replace(TRANSLATIONS[0].define(arguments), reference=constant)
+    inputs = {"hidden_states": arguments["x"], "weight": arguments["weight"]}
+    if "float(" in constant:
+        with pytest.raises(paged.UnsupportedError, match="computes EPS"):
+            TRANSLATIONS[0].arguments(definition, inputs)
+    else:
+        assert TRANSLATIONS[0].arguments(definition, inputs)["eps"] == 1e-5
+
+
+@pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
         ("definitions/gqa_paged/decode.json", '"batch_size", "num_qo', '"nothing", "num_qo', "no axis nothing"),
         ("definitions/gqa_paged/decode.json", '"float32"', '"complex64"', "dtype complex64"),
+        ("definitions/gqa_paged/decode.json", '"value": 16', '"value": 16.5', "axis head_dim: 16.5, expected a whole"),
+        (
+            "definitions/gqa_paged/decode.json",
+            '"type": "var"',
+            '"type": "dynamic"',
+            "of type 'dynamic', expected const",
+        ),
         ("solutions/gqa_paged/in_place.json", '"path": "main.py"', '"path": "../main.py"', "source ../main.py"),
         ("solutions/gqa_paged/in_place.json", "main.py::", "other.py::", "entry point other.py::write"),
+        ("solutions/gqa_paged/in_place.json", "main.py::write", "main.py", "entry point main.py, expected file::func"),
+        ("solutions/gqa_paged/in_place.json", '"path": "attention.py"', '"path": "./main.py"', "two sources main.py"),
         ("workloads/gqa_paged/decode.jsonl", '"uuid"', '"id"', "KeyError: 'uuid'"),
     ],
 )

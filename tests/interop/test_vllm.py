@@ -12,6 +12,7 @@ import torch
 import paged.interop
 from paged import UnsupportedError
 from paged.interop import fused_experts, reshape_and_cache_flash
+from paged.interop.vllm_interface import INTERFACE
 from paged.kernels.cache import definition as cache_definition
 from paged.kernels.moe import definition as moe_definition
 from tests.tolerance import assert_close
@@ -97,3 +98,11 @@ def test_experts_without_gates(device: torch.device) -> None:
 def test_other_experts_are_refused_by_name(name: str, option: dict[str, Any], device: torch.device) -> None:
     with pytest.raises(UnsupportedError, match=name):
         fused_experts(**_experts(device), **option)
+
+
+def test_an_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rather than all that it would have."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr(sys, "argv", ["vllm_interface"])
+    assert INTERFACE.main(None) == 1
+    assert capsys.readouterr().out.startswith("vllm cannot be imported: ")

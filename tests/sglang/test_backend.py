@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
+from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from paged.errors import UnsupportedError  # noqa: E402
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("sglang_settings")]
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 32, 32
 LATENT, ROPE = 32, 16
 SLOTS, MAX_LEN = 512, 96
+TEXT_MODEL = SimpleNamespace(is_encoder_decoder=False, is_multimodal=False, is_lm_only=False)
 
 
 def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -55,7 +57,9 @@ def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = tor
         is_draft_worker=False,
         req_to_token_pool=requests,
         token_to_kv_pool=pool,
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        prefill_attention_backend_str="paged",
+        model=None,
+        model_config=TEXT_MODEL,
     )
 
 
@@ -63,8 +67,8 @@ def make_layer(index: int, **options: Any) -> RadixAttention:
     return RadixAttention(HEADS, DIM, DIM**-0.5, KV_HEADS, index, **options)
 
 
-def make_latent_layer(index: int) -> RadixAttention:
-    return RadixAttention(HEADS, LATENT + ROPE, DIM**-0.5, 1, index, v_head_dim=LATENT)
+def make_latent_layer(index: int, **options: Any) -> RadixAttention:
+    return RadixAttention(HEADS, LATENT + ROPE, DIM**-0.5, 1, index, v_head_dim=LATENT, **options)
 
 
 class Batch:
@@ -192,6 +196,8 @@ def test_chains_of_drafts_caps_and_sinks(backend: str, sglang_settings: Any) -> 
         step = batch.step(mode, lengths)
         step.spec_info = SimpleNamespace(num_tokens_per_req=3, ragged_verify_layout=None)
         ours.init_forward_metadata(step)
+        ours.update_verify_buffers_to_fill_after_draft(step.spec_info, None)  # with SGLang's overlapped planning
+        assert ours.max_context_len == MAX_LEN  # SGLang's EAGLE worker reads it for every chain
         q, k, v = tensors(step, 1)
         out = ours.forward(q, k, v, layer, step, sinks=sinks)
         assert_close(out.view(-1, HEADS, DIM), expected_of(batch, layer, q, lengths, softcap=5.0, sinks=sinks))
@@ -241,9 +247,14 @@ def test_refusals_by_name(sglang_settings: Any) -> None:
     refused("DSATokenToKVPool, expected MLATokenToKVPool", use_mla_backend=True, token_to_kv_pool=sparse)
     refused("is_draft_worker", is_draft_worker=True)
     refused("cross attention", model_config=SimpleNamespace(is_encoder_decoder=True))
+    with_images = SimpleNamespace(is_encoder_decoder=False, is_multimodal=True, is_lm_only=False)
+    gemma = Gemma3ForConditionalGeneration.__new__(Gemma3ForConditionalGeneration)
+    refused("is_multimodal: Gemma3", model_config=with_images, model=gemma)
     refused("torch.int8", token_to_kv_pool=make_runner(8, dtype=torch.int8).token_to_kv_pool)
     with get_parallel().override(attn_dcp_size=2):
-        refused("dcp_size: 2")
+        refused("attn_dcp_size: 2")
+    with get_parallel().override(tp_size=2, moe_tp_size=2, attn_cp_size=2):
+        refused("attn_cp_size: 2")
     sglang_settings.override("test", speculative_eagle_topk=2)
     refused("speculative_eagle_topk: 2")
     sglang_settings.override("test", speculative_eagle_topk=1)
@@ -255,7 +266,13 @@ def test_refusals_by_name(sglang_settings: Any) -> None:
         (make_layer(0, is_cross_attention=True), {}, "attn_type"),
         (make_layer(0, attn_type=AttentionType.DECODER_BIDIRECTIONAL), {}, "attn_type"),
         (make_layer(0, logit_cap=1.0, logit_capping_method="x"), {}, "logit_capping_method"),
+        (make_layer(0, use_irope=True), {}, "use_irope"),
         (make_layer(0), {"q_rope": torch.zeros(1)}, "q_rope"),
     ):
         with pytest.raises(UnsupportedError, match=match):
             ours.forward(*tensors(step, 0), layer, step, **options)
+    runner = make_runner(8, "latents")
+    ours, step = make(runner), Batch(runner).step(ForwardMode.EXTEND, [(3, 3)])
+    for layer, match in ((make_latent_layer(0, logit_cap=5.0), "logit_cap"), (make_layer(0), "tp_k_head_num: 2")):
+        with pytest.raises(UnsupportedError, match=match):
+            ours.forward(*latent_tensors(step, 0), layer, step)

@@ -39,6 +39,12 @@ x = torch.full((2, 16), 3.0)
 for run in (package.rms_norm, torch.ops.{name}.rms_norm):
     torch.testing.assert_close(run(x, torch.ones(16)), torch.ones(2, 16))
 assert not hasattr(torch.ops.paged, "rms_norm")
+try:
+    package.rms_norm(x.int(), torch.ones(16))
+except package.InvalidInputError as error:
+    assert "x: dtype torch.int32" in str(error)
+else:
+    raise AssertionError("an integer was normalised")
 assert package.layers.RMSNorm
 for name in package.__all__:
     getattr(package, name)

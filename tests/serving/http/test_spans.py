@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import paged
 from paged.executors.requests.output import RequestMetrics
+from paged.serving.command_line import cli
 from paged.serving.command_line.serve import spans_to
 from paged.serving.http.gate import Generation, RequestLog
 from paged.serving.http.spans import RequestSpans
@@ -128,6 +129,46 @@ def test_failures(traced: Served, spans: Spans) -> None:
     assert dict(left.attributes or {})["error.type"] == "left"
 
 
+PARENT = ("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01")
+
+
+@pytest.mark.parametrize(
+    ("headers", "parent_id", "state"),
+    [
+        ([PARENT, ("tracestate", "a=1"), ("tracestate", "b=2")], PARENT_ID, {"a": "1", "b": "2"}),
+        ([PARENT, ("tracestate", "\x1b[31m==")], PARENT_ID, {}),
+        ([PARENT, ("traceparent", f"00-{TRACE_ID[::-1]}-{PARENT_ID}-01")], None, {}),
+        ([("traceparent", f"ff-{TRACE_ID}-{PARENT_ID}-01")], None, {}),
+        ([("traceparent", f"00-{'0' * 32}-{PARENT_ID}-01"), ("tracestate", "a=1")], None, {}),
+        ([("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00")], "not sampled", {}),
+    ],
+)
+def test_headers_of_trace_context(
+    headers: list[tuple[str, str]],
+    parent_id: str | None,
+    state: dict[str, str],
+    exporter: InMemorySpanExporter,
+    spans: Spans,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two parents, or a malformed one, begin a trace; the caller's decision to sample is kept; no text is logged."""
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    scope = {"headers": [(name.encode(), text.encode()) for name, text in headers]}
+    scope |= {"type": "http", "state": {"began": 1e9, "arrived": 0.0}}  # type: ignore[dict-item]
+    RequestSpans(provider, "recall").end(scope, RequestLog("a", "POST", "/v1/messages", 200))
+    assert not caplog.records
+    if parent_id == "not sampled":
+        assert not exporter.get_finished_spans()
+        return
+    (request,) = spans(1)
+    assert request.context is not None
+    parent = None
+    if request.parent is not None:
+        parent = f"{request.parent.span_id:016x}"
+    assert (parent, dict(request.context.trace_state)) == (parent_id, state)
+
+
 def test_preemptions_are_counted(exporter: InMemorySpanExporter, spans: Spans) -> None:
     """Of a request that ended in the queue, too, which has that phase alone."""
     provider = TracerProvider()
@@ -135,13 +176,14 @@ def test_preemptions_are_counted(exporter: InMemorySpanExporter, spans: Spans) -
     outputs = {}
     for number, metrics in enumerate((RequestMetrics(0.1, 0.3, None, 2, 33), RequestMetrics(0.2, preemptions=1))):
         outputs[number] = paged.RequestOutput(f"request-{number}", (1, 2, 3), [], metrics=metrics)
-    generation = Generation(paged.SamplingParams(), 50.0, outputs, {0: 51.0, 1: 51.0})
+    generation = Generation("an adapter", paged.SamplingParams(), 50.0, outputs, {0: 51.0, 1: 51.0})
     log = RequestLog("a", "POST", "/v1/messages", 200, seconds=2.0)
     scope = {"type": "http", "headers": [], "state": {"began": 1e9, "arrived": 49.5, "generation": generation}}
     RequestSpans(provider, "recall").end(scope, log)
     *phases, request = spans(5)
     attributes = dict(request.attributes or {})
     assert (attributes["paged.preemptions"], attributes["paged.recomputed_tokens"]) == (3, 33)
+    assert (request.name, attributes["gen_ai.request.model"]) == ("chat an adapter", "an adapter")
     assert [span.name for span in phases] == ["queued", "prefill", "decode", "queued"]
     seconds = [(span.start_time or 0) / 1e9 - 1e9 for span in phases]
     assert seconds == pytest.approx([0.5, 0.6, 0.8, 0.5], abs=1e-6)
@@ -188,3 +230,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(paged.UnsupportedError, match=r"needs opentelemetry.trace: pip install 'paged\[otel\]'"):
         spans_to("http://localhost:4318/v1/traces", "recall")
+
+
+def test_an_endpoint_without_a_scheme_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", "--otlp-traces-endpoint", "localhost:4318"])
+    assert "'localhost:4318', expected a URL" in capsys.readouterr().err

@@ -53,8 +53,12 @@ PENALTIES: dict[str, Values] = {
 }
 CACHE: dict[str, Values] = {
     "moderation": ([], [], [{"model": "a"}]),
-    "prompt_cache_options": ([{}, {"mode": "implicit"}], [], [{"mode": "explicit"}]),
-    "prompt_cache_retention": (["in_memory"], ["24h"], ["1h"]),
+    "prompt_cache_options": (
+        [{}, {"mode": "implicit"}, {"prewarm": False}],
+        [{"ttl": "30m"}, {"mode": "implicit", "ttl": "12h"}],
+        [{"mode": "explicit"}, {"prewarm": True}, {"ttl": "1h"}, {"a": 1}],
+    ),
+    "prompt_cache_retention": (["in_memory", "in-memory"], ["24h"], ["1h", 24]),
 }
 CHAT: dict[str, Values] = {
     **WITHOUT_EFFECT,
@@ -128,7 +132,11 @@ EMBEDDINGS: dict[str, Values] = {
     "user": WITHOUT_EFFECT["user"],
 }
 PROMPT_OF_MESSAGES: dict[str, Values] = {
-    "cache_control": ([], [EPHEMERAL, EPHEMERAL | {"ttl": "1h"}], ["a", EPHEMERAL | {"ttl": "2h"}]),
+    "cache_control": (
+        [],
+        [EPHEMERAL, EPHEMERAL | {"ttl": "1h"}],
+        ["a", EPHEMERAL | {"ttl": "2h"}, EPHEMERAL | {"tlt": "1h"}],
+    ),
     "model": SAMPLING["model"],
     "output_config": ([{}, {"effort": None, "format": None}, {"effort": "high"}], [], [{"effort": "max"}, {"a": 1}]),
     "speed": (["standard"], [], ["fast"]),
@@ -302,7 +310,14 @@ def test_prompts_that_are_to_stay_cached_have_a_priority(served: Served) -> None
     long = "otter: brass lantern; " * 8
     cached = {"cache_control": EPHEMERAL | {"ttl": "1h"}}
     bodies: dict[str, list[dict[str, Any]]] = {
-        "/v1/chat/completions": [{"prompt_cache_retention": "24h", "messages": [{"role": "user", "content": long}]}],
+        "/v1/chat/completions": [
+            {"prompt_cache_retention": "24h", "messages": [{"role": "user", "content": long}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": long, **cached}]}]},
+        ],
+        "/v1/responses": [
+            {"prompt_cache_options": {"ttl": "30m"}, "input": long},
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": long, **cached}]}]},
+        ],
         "/v1/messages": [
             {"system": [{"type": "text", "text": long, **cached}], "messages": MESSAGES},
             {"messages": [{"role": "user", "content": [{"type": "text", "text": long, **cached}]}]},
@@ -311,7 +326,8 @@ def test_prompts_that_are_to_stay_cached_have_a_priority(served: Served) -> None
     for path, each in bodies.items():
         for body in each:
             manager.clear_prefix_cache()
-            assert ask(served, path, {"max_tokens": 4} | body)[0] == 200
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            assert ask(served, path, {limit: 4} | body)[0] == 200
             assert manager.stats().retained_blocks > 0, (path, body)
 
 
