@@ -197,7 +197,7 @@ class OpenPoolGroup(CacheGroup):
         return self.num_row_slots, self.slot_bytes
 
     def make_memory(self, config: Any, dtype: torch.dtype, device: torch.device, num_tier_bytes: int) -> Any:
-        from paged.cache.tensors import OpenRows  # PyTorch takes seconds to import
+        from paged.cache.slot_memory import OpenRows  # PyTorch takes seconds to import
 
         parts: list[tuple[tuple[int, ...], int, int]] = []
         for part in self.parts:

@@ -23,8 +23,9 @@ from paged import (
     UnifiedBatchItem,
 )
 from paged.cache.canary import Canaries
+from paged.cache.host_blocks import HostMemory
 from paged.cache.prefix_index import PrefixIndex
-from paged.cache.tensors import HostMemory, KvCacheTensors
+from paged.cache.tensors import KvCacheTensors
 from paged.step.batch_step import step_of
 from paged.step.step import Step
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import paged.cache.tensors
-from paged.cache.tensors import HostBlocks
+import paged.cache.host_blocks
+from paged.cache.host_blocks import HostBlocks
 from paged.kernels.cache.copy_blocks import BlockCopy
 
 Step = tuple[str, list[tuple[int, int]]]
@@ -45,7 +45,7 @@ def test_as_a_dictionary_would(shape: tuple[int, ...], steps: list[Step], num_st
     caches = torch.randint(-100, 100, (3, NUM_BLOCKS + 1, *shape), dtype=torch.int16)
     blocks = {("device", block): caches[:, block].clone() for block in DEVICE}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged.cache.tensors, "_STAGED_BYTES", num_staged * caches[:, 0].nbytes)
+        patch.setattr(paged.cache.host_blocks, "_STAGED_BYTES", num_staged * caches[:, 0].nbytes)
         host = HostBlocks(caches, NUM_HOST_BLOCKS)
     copy = BlockCopy(caches.unbind(), caches.unbind())
     host.swap_out([(0, block) for block in HOST])

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-import paged.cache.tensors
+import paged.cache.host_blocks
 from paged import UnsupportedError, copy_blocks
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.copy_blocks import BlockCopy
@@ -74,7 +74,7 @@ def test_data_are_right(way: Callable[[PagedKvCacheManager], None], device: str)
 @pytest.mark.parametrize("num_staged", [1, 2, 3, 6])
 def test_swap_in_chunks(num_staged: int, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
     block = make_manager().stats().bytes_per_block
-    monkeypatch.setattr(paged.cache.tensors, "_STAGED_BYTES", num_staged * block)
+    monkeypatch.setattr(paged.cache.host_blocks, "_STAGED_BYTES", num_staged * block)
     swap(make_manager(device="cuda", num_swap_blocks=6))
     assert not cuda.report.hazards
 
@@ -112,7 +112,7 @@ def test_work_of_copy_on_write(cuda: EmulatedCuda) -> None:
 def test_work_of_swap(num_staged: int, chunks: int, monkeypatch: pytest.MonkeyPatch, cuda: EmulatedCuda) -> None:
     """A launch for each chunk, a copy for each run of neighbours there: not for each layer and cache. And the pairs."""
     block = make_manager(num_layers=5).stats().bytes_per_block
-    monkeypatch.setattr(paged.cache.tensors, "_STAGED_BYTES", num_staged * block)
+    monkeypatch.setattr(paged.cache.host_blocks, "_STAGED_BYTES", num_staged * block)
     manager = make_manager(device="cuda", num_layers=5, num_blocks=24, num_swap_blocks=24)
     handles = [manager.allocate(name, 20) for name in "abc"]
     for handle in handles:

@@ -14,7 +14,7 @@ import torch
 
 from paged.cache.groups import CacheGroup
 from paged.cache.kinds.slots import KeptSlot, SlotKind
-from paged.cache.tensors import SlotMemory
+from paged.cache.slot_memory import SlotMemory
 from paged.errors import InvalidInputError, OutOfBlocksError, UnsupportedError
 
 if TYPE_CHECKING:

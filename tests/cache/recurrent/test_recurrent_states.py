@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged import KvSlotRequest, PagedKvCacheManager, RecurrentSpec
-from paged.cache.tensors import StateTensors
+from paged.cache.slot_memory import StateTensors
 from paged.errors import InvalidInputError, OutOfStateSlotsError, UnsupportedError
 from tests.cache.recurrent.hashing_model import HashingModel, RandomCalls, make_manager
 from tests.cache.stress.test_failed_calls import OURS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paged.cache.tensors import StateTensors
+from paged.cache.slot_memory import StateTensors
 from paged.errors import UnsupportedError
 from paged.models.cache_sizes import cache_config
 from paged.models.layers.recurrent import GatedDeltaNet
