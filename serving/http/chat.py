@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.serving.formats.answer_reader import AnswerReader, Delta
+from paged.serving.formats.answer_reader import AnswerReader
+from paged.serving.formats.answer_text import Delta
 from paged.serving.formats.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.serving.http.answers import Event, Form, finite
 from paged.serving.http.errors import ApiError, dumps

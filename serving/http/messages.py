@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from paged.executors.requests.sampling_params import SamplingParams
-from paged.serving.formats.answer_reader import Delta
+from paged.serving.formats.answer_text import Delta
 from paged.serving.http.answers import Event
 from paged.serving.http.chat import (
     NO_CHOICE,

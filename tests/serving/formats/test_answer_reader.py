@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from paged import ChatTokenizer
 from paged.executors.text.detokenizer import Detokenizer
-from paged.serving.formats import answer_reader
-from paged.serving.formats.answer_reader import AnswerReader, Delta
+from paged.serving.formats import answer_reader, answer_text, argument_reader
+from paged.serving.formats.answer_reader import AnswerReader
+from paged.serving.formats.answer_text import Delta
 from paged.serving.formats.reasoning_formats import REASONING_FORMATS
 from paged.serving.formats.tool_formats import TOOL_FORMATS, MarkedTokenizer, Tongue
 from paged.serving.grammar.structured import GrammarCompiler
@@ -308,10 +309,11 @@ FLOODS = [" ", "a", "{", "[", '"', "\\", "<", "'", "(", ",", '{"name": "a", "arg
 def count_work(form: str, text: str) -> int:
     """Lines that the reader runs for a text in pieces of 8 characters."""
     count = 0
+    files = {module.__file__ for module in (answer_reader, argument_reader, answer_text)}
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal count
-        if frame.f_code.co_filename != answer_reader.__file__:
+        if frame.f_code.co_filename not in files:
             return None
         count += event == "line"
         return trace

@@ -5,7 +5,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from paged.serving.formats.answer_reader import AnswerReader, Delta
+from paged.serving.formats.answer_reader import AnswerReader
+from paged.serving.formats.answer_text import Delta
 from paged.serving.formats.reasoning_formats import REASONING_FORMATS, Reasoning
 from paged.serving.formats.tool_formats import GEMMA_QUOTE, ToolFormat
 
