@@ -7,8 +7,9 @@ import pytest
 
 from paged import EngineConfig, RequestOutput, SamplingParams
 from paged.executors.engine.metrics import EngineMetrics
-from paged.executors.engine.scheduler import Scheduler, StepPacer
+from paged.executors.engine.scheduler import Scheduler
 from paged.executors.engine.step import DecodeGroup, EngineStep
+from paged.executors.engine.step_pacer import StepPacer
 from paged.executors.requests.output import CompletionOutput
 from paged.executors.requests.request import Completion, Request, State
 
