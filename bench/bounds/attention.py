@@ -108,12 +108,12 @@ def latent_attention(card: Defined, arguments: Arguments, want: Tensors) -> Tens
         table = arguments["block_table"][seq].long()
         for row in range(offsets[seq], offsets[seq + 1]):
             position = seq_len - offsets[seq + 1] + row
-            left, right = arguments.get("window_size", (-1, -1))
+            window_left, window_right = arguments.get("window_size", (-1, -1))
             first, end = 0, seq_len
-            if left >= 0:
-                first = max(position - left, 0)
-            if right >= 0:
-                end = min(end, position + right + 1)
+            if window_left >= 0:
+                first = max(position - window_left, 0)
+            if window_right >= 0:
+                end = min(end, position + window_right + 1)
             if arguments.get("causal", True):
                 end = min(end, position + 1)
             keys = torch.arange(first, max(end, first))

@@ -95,15 +95,15 @@ def _stored(entries: torch.Tensor, error: torch.Tensor, entry_cache: torch.Tenso
     if form is None:
         scale = entries.abs().amax(-1, keepdim=True) / 448
         return error + _half_code(entries, scale)
-    numbers, others = entries.tensor_split([form.num_codes], -1)
-    error_of_numbers, error_of_others = error.tensor_split([form.num_codes], -1)
+    numbers, rotated = entries.tensor_split([form.num_codes], -1)
+    error_of_numbers, error_of_rotated = error.tensor_split([form.num_codes], -1)
     if form.kind == "nvfp4_record":
         error_of_numbers = stored_error(numbers, torch.float4_e2m1fn_x2, error_of_numbers)
     else:
         groups = numbers.unflatten(-1, (-1, form.group))
         scale = 2 * groups.abs().amax(-1, keepdim=True) / 448  # at most: it is rounded up to a power of two
         error_of_numbers = error_of_numbers + _half_code(groups, scale).flatten(-2)
-    return torch.cat([error_of_numbers, error_of_others + rounding(others, torch.bfloat16)], -1)
+    return torch.cat([error_of_numbers, error_of_rotated + rounding(rotated, torch.bfloat16)], -1)
 
 
 def _half_code(entries: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=4, metavar="N", help="faults of a kind in a kernel; %(default)d")
     args = parser.parse_args(argv)
     check_only(args.only, [f"{operation}.{row}" for operation, row in PROBLEMS])
-    found = []
+    all_outcomes = []
     with CompiledDevice(args.arch, report=_FirstFault()) as device:
         for operation, variant in PROBLEMS:
             if args.only not in f"{operation}.{variant}":
@@ -298,19 +298,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             card = CARDS[operation]
             (row,) = [row for row in card.rows if row.variant == variant]
             for outcome in outcomes(Problem(card, row), device, args.each):
-                found.append(outcome)
+                all_outcomes.append(outcome)
                 if outcome.seen in ("survived", "no effect"):
                     print(
                         f"{outcome.seen}: {outcome.kind}, {outcome.kernel} line {outcome.line}: {outcome.text}",
                         flush=True,
                     )
             if args.json:
-                args.json.write_text(json.dumps([asdict(outcome) for outcome in found], indent=1) + "\n")
+                args.json.write_text(json.dumps([asdict(outcome) for outcome in all_outcomes], indent=1) + "\n")
     print(f"\n{'kind':32}" + "".join(f"{title:>10}" for title in ("planted", *SEEN)))
-    for kind in dict.fromkeys(outcome.kind for outcome in found):
-        counts = Counter(outcome.seen for outcome in found if outcome.kind == kind)
+    for kind in dict.fromkeys(outcome.kind for outcome in all_outcomes):
+        counts = Counter(outcome.seen for outcome in all_outcomes if outcome.kind == kind)
         print(f"{kind:32}{counts.total():10}" + "".join(f"{counts[seen]:10}" for seen in SEEN))
-    counts = Counter(outcome.seen for outcome in found)
+    counts = Counter(outcome.seen for outcome in all_outcomes)
     num_seen = counts["by name"] + counts["by result"]
     num_changing = num_seen + counts["survived"]
     print(f"{num_seen} of {num_changing} that change something seen on {args.arch}, of {counts.total()} planted")

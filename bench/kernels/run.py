@@ -98,7 +98,7 @@ def _count(args: argparse.Namespace, write: Write) -> int:
     chosen = [(case.card, case.row) for case in CASES if args.only in case.name]
     profiles = profile.run(chosen, args.compiled, write)
     if args.json:
-        args.json.write_text(json.dumps([asdict(each) for each in profiles], indent=1) + "\n")
+        args.json.write_text(json.dumps(list(map(asdict, profiles)), indent=1) + "\n")
     return 0
 
 

@@ -237,10 +237,10 @@ def returned_results(arguments: Mapping[str, Any], results: list[torch.Tensor]) 
 def checked_window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Return a window as in `AttentionCall`; raise InvalidInputError unless it is two numbers from -1."""
     try:
-        left, right = window_size
+        window_left, window_right = window_size
     except Exception:  # the argument may be any object
         raise InvalidInputError(f"window_size: {shown(window_size)}, expected (left, right)") from None
-    return _window_side("window_size[0]", left), _window_side("window_size[1]", right)
+    return _window_side("window_size[0]", window_left), _window_side("window_size[1]", window_right)
 
 
 def _window_side(name: str, size: int) -> int:

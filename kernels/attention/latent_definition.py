@@ -218,12 +218,12 @@ def _queries(
 
 def _visible_range(queries: _Queries, causal: bool, window_size: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the first and one past the last key that each query sees, int64 [n]."""
-    positions, (left, right) = queries.positions, window_size
+    positions, (window_left, window_right) = queries.positions, window_size
     starts, ends = torch.zeros_like(positions), torch.full_like(positions, queries.seq_len)
-    if left >= 0:
-        starts = (positions - left).clamp(min=0)
-    if right >= 0:
-        ends = ends.minimum(positions + right + 1)
+    if window_left >= 0:
+        starts = (positions - window_left).clamp(min=0)
+    if window_right >= 0:
+        ends = ends.minimum(positions + window_right + 1)
     if causal:
         ends = ends.minimum(positions + 1)
     return starts, ends
