@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor
+from ..core.checks import FLOAT_DTYPES, check_eps, check_tensor
 from ..core.compat import cdiv, dot, tl, triton
 from ..core.device import takes_numba, use_triton
 from ..core.errors import InvalidInputError
-from ..core.launch import Launch, strides, wait_for_inputs
+from ..core.launch import Compute, Launch, strides, wait_for_inputs
 from ..core.operation import Run, operation
 from . import definition
 from .linear import linear
-from .mix_streams import MAX_STREAMS
+from .streams import check_rows, check_streams, new_streams
 
-# A decode step reads both weights once: 10.6 MB for four streams of 2,048 numbers and a rank of 320. With more tokens
-# than these, a library's products are faster than tiles of 16 tokens, the least of `dot`.
+# With more tokens, a library's products are faster than tiles of 16 tokens, the least of `dot`.
 MAX_FUSED_TOKENS = 64
 _BLOCK_T = 16
-# A program of the first launch multiplies 256 columns of a stream with 64 weights, 32 KB: 192 programs. Its sums take
-# 41 KB a token. 256 bytes of columns at once let three stages of float32 fit the 64 KB of gfx942. A program of the last
-# launch makes 32 columns of the input from 82 KB.
+# The first launch splits columns and weights among programs, the last one the input's columns; see limits.md.
 _SPLIT_SIZE, _BLOCK_D_BYTES, _BLOCK_W = 256, 256, 64
 _BLOCK_C, _BLOCK_R = 32, 64
 
@@ -179,11 +175,8 @@ def _gate_streams_kernel(
 def _new_results(
     streams: torch.Tensor, down: torch.Tensor, up: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_tokens, count, size = streams.shape
-    x = torch.empty(num_tokens, size, dtype=streams.dtype, device=streams.device)
-    joined = torch.empty(num_tokens, count, size, dtype=streams.dtype, device=streams.device)
-    next_gains = torch.empty(num_tokens, len(down) - up.shape[1], dtype=torch.float32, device=streams.device)
-    return x, joined, next_gains
+    next_gains = torch.empty(len(streams), len(down) - up.shape[1], dtype=torch.float32, device=streams.device)
+    return *new_streams(streams), next_gains
 
 
 @operation(_new_results, results="Tensor x, Tensor joined, Tensor next_gains")
@@ -225,8 +218,26 @@ def gate_streams(
     eps = check_eps(eps)
     _check(streams, output, gains, norm_weight, down, up)
     if streams.numel() and use_triton(streams) and len(streams) <= MAX_FUSED_TOKENS:
-        return _fused(streams, output, gains, down, up, eps)
-    return _by_products(streams, output, gains, norm_weight, up, eps)
+        compute = _fused(streams, output, gains, down, up, eps)
+    else:
+        compute = _by_products(streams, output, gains, norm_weight, up, eps)
+
+    def run(
+        streams: torch.Tensor,
+        output: torch.Tensor | None,
+        gains: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        down: torch.Tensor,
+        up: torch.Tensor,
+        **_: object,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, joined, next_gains = _new_results(streams, down, up)
+        tensors = {"streams_ptr": streams, "output_ptr": output, "gains_ptr": gains}
+        tensors |= {"norm_ptr": norm_weight, "down_ptr": down, "up_ptr": up}
+        compute({**tensors, "x_ptr": x, "joined_ptr": joined, "next_gains_ptr": next_gains})
+        return x, joined, next_gains
+
+    return run
 
 
 def _fused(
@@ -236,7 +247,7 @@ def _fused(
     down: torch.Tensor,
     up: torch.Tensor,
     eps: float,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Compute:
     """Return a function that computes by three launches."""
     num_tokens, count, size = streams.shape
     num_weights, rank = len(down), up.shape[1]
@@ -288,33 +299,19 @@ def _fused(
         num_warps=4,
     )
 
-    def run(
-        streams: torch.Tensor,
-        output: torch.Tensor | None,
-        gains: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        down: torch.Tensor,
-        up: torch.Tensor,
-        **_: object,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x, joined, next_gains = _new_results(streams, down, up)
-        partial = streams.new_empty(num_tokens, num_parts, num_weights + 1, dtype=torch.float32)
-        tensors = {
-            "norm_ptr": norm_weight,
-            "down_ptr": down,
-            "up_ptr": up,
-            "joined_ptr": joined,
-            "partial_ptr": partial,
+    def compute(tensors: dict[str, Any]) -> None:
+        streams = tensors["streams_ptr"]
+        scratch = {
+            "partial_ptr": streams.new_empty(num_tokens, num_parts, num_weights + 1, dtype=torch.float32),
             "roots_ptr": streams.new_empty(num_tokens, count, dtype=torch.float32),
             "inner_ptr": streams.new_empty(num_tokens, rank),
-            "x_ptr": x,
         }
-        join({**tensors, "streams_ptr": streams, "output_ptr": output, "gains_ptr": gains})
-        add({**tensors, "gains_ptr": next_gains})
+        tensors |= scratch
+        join(tensors)
+        add({**tensors, "gains_ptr": tensors["next_gains_ptr"]})
         gate(tensors)
-        return x, joined, next_gains
 
-    return run
+    return compute
 
 
 def _by_products(
@@ -324,7 +321,7 @@ def _by_products(
     norm_weight: torch.Tensor,
     up: torch.Tensor,
     eps: float,
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> Compute:
     """Return a function that multiplies as `linear` does, with numba kernels before and behind on a CPU."""
     count, rank = streams.shape[1], up.shape[1]
     kernels: Any = None
@@ -333,36 +330,27 @@ def _by_products(
 
         kernels = numba_kernels.launches_for(streams, output, gains, norm_weight, eps)
 
-    def run(
-        streams: torch.Tensor,
-        output: torch.Tensor | None,
-        gains: torch.Tensor | None,
-        norm_weight: torch.Tensor,
-        down: torch.Tensor,
-        up: torch.Tensor,
-        **_: object,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x, joined, _gains = _new_results(streams, down, up)
+    def compute(tensors: dict[str, Any]) -> None:
+        joined, x = tensors["joined_ptr"], tensors["x_ptr"]
         normed = torch.empty_like(joined)  # [T, N, size]
-        tensors = {"streams": streams, "output": output, "gains": gains, "norm": norm_weight}
-        tensors |= {"joined": joined, "normed": normed, "x": x}
         if kernels is None:
+            streams, output, gains = tensors["streams_ptr"], tensors["output_ptr"], tensors["gains_ptr"]
             joined.copy_(definition.join_streams(streams, output, gains, compute=torch.float32))
-            weight = norm_weight.view(count, -1)
+            weight = tensors["norm_ptr"].view(count, -1)
             normed.copy_(definition.rms_norm(joined, weight, eps, compute=torch.float32))
         else:
-            kernels.join(tensors)
-        sums = linear(normed.flatten(1), down) / count  # [T, rank + N]
+            kernels.join({**tensors, "normed_ptr": normed})
+        sums = linear(normed.flatten(1), tensors["down_ptr"]) / count  # [T, rank + N]
         inner = functional.silu(sums[:, :rank])
-        logits = linear(inner, up)  # [T, N * size]
+        logits = linear(inner, tensors["up_ptr"])  # [T, N * size]
         if kernels is None:
             gates = logits.float().sigmoid().view(normed.shape)
             x.copy_(gates.mul_(normed).mean(1))
         else:
-            kernels.gate({**tensors, "logits": logits})
-        return x, joined, 2 * sums[:, rank:].float().sigmoid()
+            kernels.gate({"logits_ptr": logits, "normed_ptr": normed, "x_ptr": x})
+        tensors["next_gains_ptr"].copy_(2 * sums[:, rank:].float().sigmoid())
 
-    return run
+    return compute
 
 
 def _check(
@@ -374,15 +362,10 @@ def _check(
     up: torch.Tensor,
 ) -> None:
     """Raise InvalidInputError unless the arguments fit together."""
-    check_tensor("streams", streams, ("num_tokens", "N", "size"), FLOAT_DTYPES)
+    check_streams(streams, output, "gains", gains)
     num_tokens, count, size = streams.shape
     dtype, device = (streams.dtype,), streams.device
-    if not 1 <= count <= MAX_STREAMS:
-        raise InvalidInputError(f"streams: {count} streams, expected 1 to {MAX_STREAMS}")
-    if (output is None) != (gains is None):
-        raise InvalidInputError("output, gains: one is None, expected both or none")
-    if output is not None and gains is not None:
-        check_tensor("output", output, (num_tokens, size), dtype, device)
+    if gains is not None:
         check_tensor("gains", gains, (num_tokens, count), (torch.float32,), device)
     check_tensor("norm_weight", norm_weight, (count * size,), FLOAT_DTYPES, device)
     check_tensor("up", up, (count * size, "rank"), dtype, device)
@@ -391,7 +374,4 @@ def _check(
     if rank == 0 or len(down) not in (rank, rank + count):
         expected = f"{max(rank, 1)} or {max(rank, 1) + count}"
         raise InvalidInputError(f"down: {len(down)} rows, expected {expected} for rank {rank} and {count} streams")
-    named = {"streams": streams, "output": output, "gains": gains, "norm_weight": norm_weight, "down": down, "up": up}
-    for name, tensor in named.items():
-        if tensor is not None:
-            check_last_dim_contiguous(name, tensor)
+    check_rows(streams=streams, output=output, gains=gains, norm_weight=norm_weight, down=down, up=up)

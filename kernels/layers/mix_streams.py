@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 
-from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor
+from ..core.checks import FLOAT_DTYPES, check_eps, check_tensor
 from ..core.compat import cdiv, dot, tl, triton
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_float, as_int
 from ..core.launch import Compute, Launch, nothing, num_warps, strides, wait_for_inputs
 from ..core.operation import Run, by_definition, operation
 from . import definition
+from .streams import check_rows, check_streams, new_streams
 
-MAX_STREAMS = 8
-# The sums need all of `fn`, 1.5 MB for four streams of 4,096 numbers. Programs of 128 columns share it: each reads
-# 48 KB once for its tokens. 16 tokens are the least of `dot`; 32 tokens of 8 warps spill 167 registers on gfx942.
+# Tokens of a program, the least of `dot`, and columns of a stream: programs share the weights; see limits.md.
 _BLOCK_T, _BLOCK_D = 16, 128
 
 
@@ -174,14 +173,11 @@ def _collapse_streams_kernel(
 def _new_results(
     streams: torch.Tensor, base: torch.Tensor, weights: torch.Tensor | None = None, **_: Any
 ) -> tuple[torch.Tensor, ...]:
-    num_tokens, count, size = streams.shape
     num_joins = len(base)
     if weights is None:
-        num_joins -= count
-    x = torch.empty(num_tokens, size, dtype=streams.dtype, device=streams.device)
-    joined = torch.empty(num_tokens, count, size, dtype=streams.dtype, device=streams.device)
-    joins = torch.empty(num_tokens, num_joins, dtype=torch.float32, device=streams.device)
-    return x, joined, joins
+        num_joins -= streams.shape[1]
+    joins = torch.empty(len(streams), num_joins, dtype=torch.float32, device=streams.device)
+    return *new_streams(streams), joins
 
 
 @operation(_new_results, results="Tensor x, Tensor joined, Tensor next_joins")
@@ -318,15 +314,10 @@ def _check(
     num_iterations: int,
 ) -> None:
     """Raise InvalidInputError unless the arguments fit together."""
-    check_tensor("streams", streams, ("num_tokens", "N", "size"), FLOAT_DTYPES)
+    check_streams(streams, output, "joins", joins)
     num_tokens, count, size = streams.shape
     float32, device = (torch.float32,), streams.device
-    if not 1 <= count <= MAX_STREAMS:
-        raise InvalidInputError(f"streams: {count} streams, expected 1 to {MAX_STREAMS}")
-    if (output is None) != (joins is None):
-        raise InvalidInputError("output, joins: one is None, expected both or none")
-    if output is not None and joins is not None:
-        check_tensor("output", output, (num_tokens, size), (streams.dtype,), device)
+    if joins is not None:
         check_tensor("joins", joins, (num_tokens, "N or N + N * N"), float32, device)
         if joins.shape[1] not in (count, count + count * count):
             expected = f"{count} or {count + count * count}"
@@ -344,9 +335,5 @@ def _check(
     check_tensor("norm_weight", norm_weight, (size,), FLOAT_DTYPES, device)
     if weights is not None:
         check_tensor("weights", weights, (num_tokens, count), float32, device)
-    named = {"streams": streams, "output": output, "joins": joins, "fn": fn}
-    for name, tensor in (
-        named | {"base": base, "scale": scale, "norm_weight": norm_weight, "weights": weights}
-    ).items():
-        if tensor is not None:
-            check_last_dim_contiguous(name, tensor)
+    check_rows(streams=streams, output=output, joins=joins, fn=fn)
+    check_rows(base=base, scale=scale, norm_weight=norm_weight, weights=weights)

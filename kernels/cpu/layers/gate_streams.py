@@ -104,7 +104,7 @@ def launches_for(
     strides = [streams.stride(0), streams.stride(1), 0, 0]
     if output is not None and gains is not None:
         strides[2:] = output.stride(0), gains.stride(0)
-    tensors = "streams", "output", "gains", "norm", "joined", "normed"
+    tensors = "streams_ptr", "output_ptr", "gains_ptr", "norm_ptr", "joined_ptr", "normed_ptr"
     join = NumbaLaunch(
         _join.address,
         streams.numel(),
@@ -113,7 +113,7 @@ def launches_for(
     gate = NumbaLaunch(
         _gate.address,
         streams.numel() * 8,
-        (is_bf16, "logits", "normed", "x", SCRATCH, num_tokens, count, size),
+        (is_bf16, "logits_ptr", "normed_ptr", "x_ptr", SCRATCH, num_tokens, count, size),
         scratch_size=size,
     )
     return Launches(join, gate)
