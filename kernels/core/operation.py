@@ -30,6 +30,7 @@ from torch.autograd.graph import increment_version
 
 from .checks import refuse_gradients
 from .device import backend, forward_backend
+from .errors import InvalidInputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +58,8 @@ _TYPES = {
     "tuple[int, int]": "SymInt[]",
     "tuple[int, ...]": "SymInt[]",
 }
+# Arguments that hold a step's lengths and offsets, and keep the calls that are bound for the step.
+_STEPS = ("plan", "batch")
 # Most layouts that a `Bound` keeps, more than the steps of a model have. At this limit it drops all of them.
 _MOST_LAYOUTS = 256
 
@@ -101,6 +104,8 @@ class Operation(Protocol[P, R_co]):
     """A public function with `bind`."""
 
     __name__: str
+    step: str | None
+    """Keyword of the step's `AttentionPlan` or batch; None for an operation without either."""
 
     def __hash__(self) -> int: ...
 
@@ -224,6 +229,7 @@ def operation(
         public: Any = call
         public.bind = check_and_bind
         public.check = None if step is None else check
+        public.step = next((key for key in _STEPS if key in parameters), None)
         return_type = signature.return_annotation.removeprefix("Run[").removesuffix("]")
         public.__signature__ = signature.replace(return_annotation=return_type)
         return public  # type: ignore[no-any-return]
@@ -375,13 +381,21 @@ class Bound(Generic[P, R]):
     Calls may differ in the number of tokens. The operation is bound once for each layout of the argument `by`; all
     other arguments must follow its layout, see `Operation.bind`. No tensor of a call is kept.
 
-    step: keyword of the step's `AttentionPlan` or batch. The operation is then bound once a step, and the step keeps
-    the bound calls. An operation that takes a block table needs it, because tables change their strides between steps.
-    An operation that was declared with a step is still checked once for each layout.
+    An operation with an `AttentionPlan` or a batch is bound once a step, because block tables change their strides
+    between steps; the plan or batch keeps the bound calls. An operation that was declared with a step is still checked
+    once for each layout.
+
+    Raises:
+        InvalidInputError: the operation takes a block table without a plan or batch.
     """
 
-    def __init__(self, operation: Operation[P, R], by: int = 0, step: str | None = None) -> None:
-        self.operation, self.by, self.step = operation, by, step
+    def __init__(self, operation: Operation[P, R], by: int = 0) -> None:
+        self.operation, self.by, self.step = operation, by, operation.step
+        if self.step is None and "block_table" in inspect.signature(operation).parameters:
+            raise InvalidInputError(
+                f"operation: {operation.__name__} takes a block table, which changes from step to step, expected a "
+                "plan or a batch beside it"
+            )
         self._runs: dict[object, Callable[P, R]] = {}
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -420,9 +434,9 @@ class Bound(Generic[P, R]):
 
 
 @functools.lru_cache(256)
-def bound_for(operation: Any, step: str, *_kind: Hashable) -> Bound[..., Any]:
-    """Return a shared `Bound` for layers of other libraries, which cannot hold one themselves; step: as in `Bound`."""
-    return Bound(operation, step=step)
+def bound_for(operation: Any, *_kind: Hashable) -> Bound[..., Any]:
+    """Return a shared `Bound` for layers of other libraries, which cannot hold one themselves."""
+    return Bound(operation)
 
 
 def layout(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:

@@ -64,7 +64,7 @@ class PagedLayer:
         # `no_rotation` has no columns, so this call only writes K/V: the module has rotated them. This operation is
         # chosen because it has a numba kernel for CPUs.
         self.write = Bound(qk_norm_rope_and_cache, by=1)
-        self.attend = Bound(paged_attention, step="plan")
+        self.attend = Bound(paged_attention)
         self.window_size = self.config.window_size
 
     def attach(self, module: torch.nn.Module) -> None:

@@ -121,8 +121,8 @@ class Attention(nn.Module):
         self.window_size = layer.window_size
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         self.qk_norm_rope_and_cache = Bound(qk_norm_rope_and_cache)
-        self.paged_attention = Bound(paged_attention, step="plan")
-        self.chosen_attention = Bound(paged_attention, step="plan")  # has arguments that others lack
+        self.paged_attention = Bound(paged_attention)
+        self.chosen_attention = Bound(paged_attention)  # has arguments that others lack
 
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""

@@ -115,7 +115,7 @@ class EntryIndexer(nn.Module):
         sharing = sizes.sharing
         # Layers with and without candidates bind different calls.
         self.has_candidates = sharing is not None and sharing.candidates_of not in (None, sharing.choice_of)
-        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
+        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys)
 
     def set_cache(self, keys: torch.Tensor, cos_sin_cache: torch.Tensor) -> None:
         """Give the indexer the cache of its keys, and the rotary table."""
@@ -196,7 +196,7 @@ class CompressedAttention(nn.Module):
         if sizes.pool_size:
             self._add_pools(config)
         self.rms_norm, self.rotate = Bound(rms_norm), Bound(rotary_embedding, by=1)
-        self.write, self.attend = Bound(write_pooled_entries), Bound(paged_compressed_attention, step="plan")
+        self.write, self.attend = Bound(write_pooled_entries), Bound(paged_compressed_attention)
 
     def _add_pools(self, config: DecoderConfig) -> None:
         """Add what writes and chooses entries."""

@@ -52,7 +52,7 @@ class Linear(nn.Module):
         self.bias = empty_parameter(out_features) if bias else None
         self.packed: PackedWeights | CpuProducts | None = None
         self.widened: Widened | None = None
-        self.add_lora = Bound(add_lora, step="batch")
+        self.add_lora = Bound(add_lora)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class Indexer(CachedKeys):
         self.wk = Linear(hidden_size, {"wk": config.head_dim})
         self.k_norm = LayerNorm(config.head_dim, NormConfig(eps=config.eps, bias=True))
         self.weights_proj = empty_parameter(config.num_heads, hidden_size)  # never packed
-        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys, step="plan")
+        self.rotate, self.choose_keys = Bound(rotary_embedding, by=1), Bound(choose_keys)
 
     def forward(
         self,
@@ -199,7 +199,7 @@ class PooledIndexer(Indexer, PooledKeys):
         super().__init__(hidden_size, q_rank, config)
         self.gate = empty_parameter(config.head_dim, hidden_size)  # never packed
         self.position_bias = empty_parameter(config.pool_size, config.head_dim)
-        self.choose_blocks = Bound(choose_blocks, step="plan")
+        self.choose_blocks = Bound(choose_blocks)
 
     def _write(self, hidden: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Write the rows of all tokens, then the keys of the pools that they close."""
@@ -256,7 +256,7 @@ class BlockIndexer(CachedKeys):
         self.qk_proj = Linear(config.hidden_size, self._projected_sizes())
         self.q_norm, self.k_norm = RmsNorm(index.head_dim, config.norms), RmsNorm(index.head_dim, config.norms)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.rotate, self.choose_blocks = Bound(rotary_embedding, by=1), Bound(choose_blocks, step="plan")
+        self.rotate, self.choose_blocks = Bound(rotary_embedding, by=1), Bound(choose_blocks)
 
     def _projected_sizes(self) -> dict[str, int]:
         """Return the output sizes of the projection by name."""

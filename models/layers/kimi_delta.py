@@ -55,7 +55,7 @@ class KimiDelta(ConvolvedLayer):
             self.wide_gates_proj = Linear(hidden, wide)
         self.out_proj = Linear(size, {"o_proj": hidden})
         self.norm_weight = empty_parameter(layer.head_dim)
-        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule, step="batch")
+        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule)
 
     def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         layer = self.config

@@ -129,7 +129,7 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = UpProjection(sizes.rank, {"kv_b_proj": layer.num_heads * head_size})
         self.o_proj = Linear(layer.num_heads * sizes.v_head_dim, {"o_proj": hidden}, bias=layer.o_bias)
         self.interleaved = layer.rope is not None and layer.rope.interleaved
-        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention, step="plan")
+        self.write, self.attend = Bound(mla_norm_rope_and_cache), Bound(paged_mla_attention)
         self.rotate = Bound(rotary_embedding, by=1)
 
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:

@@ -53,7 +53,7 @@ class NgramHash:
 
     def __init__(self, config: NgramConfig) -> None:
         self.config = config
-        self.causal_conv1d = Bound(causal_conv1d, step="batch")
+        self.causal_conv1d = Bound(causal_conv1d)
 
     def set_state(self, state: RecurrentState) -> None:
         """Take the slots of the token ids."""
@@ -136,7 +136,7 @@ class NgramLayer(nn.Module):
         self.conv_norm = StreamsRmsNorm(config, count)
         by_tap = torch.empty(ngrams.span, wide)  # taps between those of the checkpoint are 0
         self.conv_weight = nn.Parameter(by_tap.t(), requires_grad=False)  # [N * D, span]
-        self.causal_conv1d = Bound(causal_conv1d, step="batch")
+        self.causal_conv1d = Bound(causal_conv1d)
 
     def set_states(self, rows: RecurrentState, tokens: RecurrentState) -> None:
         """Take the slots of the convolution's rows and of the token ids."""

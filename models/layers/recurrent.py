@@ -76,7 +76,7 @@ class ConvolvedLayer(RecurrentLayer):
         by_tap = torch.empty(layer.conv_width, layer.channels)
         self.conv_weight = nn.Parameter(by_tap.t(), requires_grad=False)
         self.conv_bias = empty_parameter(layer.channels) if conv_bias else None
-        self.causal_conv1d = Bound(causal_conv1d, step="batch")
+        self.causal_conv1d = Bound(causal_conv1d)
 
     def convolve(self, x: torch.Tensor, batch: RecurrentBatch, activation: str | None = "silu") -> torch.Tensor:
         """Return the convolution of x [num_tokens, channels]."""
@@ -118,7 +118,7 @@ class Mamba2(ConvolvedLayer):
         self.in_proj = Linear(config.hidden_size, {"in_proj": sum(self.sizes)}, bias=layer.bias)
         self.out_proj = Linear(size, {"out_proj": config.hidden_size}, bias=layer.bias)
         self.norm_weight = None if layer.eps is None else empty_parameter(size)
-        self.mamba2_scan, self.gated_rms_norm = Bound(mamba2_scan, step="batch"), Bound(gated_rms_norm)
+        self.mamba2_scan, self.gated_rms_norm = Bound(mamba2_scan), Bound(gated_rms_norm)
 
     def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         layer, projected = self.config, self.in_proj(hidden, lora)
@@ -173,7 +173,7 @@ class GatedDeltaNet(ConvolvedLayer):
         self.gates_proj = Linear(config.hidden_size, gates)
         self.out_proj = Linear(values, {"out_proj": config.hidden_size})
         self.norm_weight = empty_parameter(layer.head_dim)
-        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule, step="batch")
+        self.gated_rms_norm, self.gated_delta_rule = Bound(gated_rms_norm), Bound(gated_delta_rule)
 
     def mix(self, hidden: torch.Tensor, batch: RecurrentBatch, lora: LoraBatch | None) -> torch.Tensor:
         layer = self.config

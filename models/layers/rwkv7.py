@@ -30,7 +30,7 @@ class TokenShift:
     """The input of the token before, which is a convolution whose taps are 1 and 0. The cache keeps one row for it."""
 
     def __init__(self) -> None:
-        self.causal_conv1d = Bound(causal_conv1d, step="batch")
+        self.causal_conv1d = Bound(causal_conv1d)
 
     def set_state(self, state: RecurrentState) -> None:
         """Take the slots of the rows."""
@@ -76,7 +76,7 @@ class Rwkv7TimeMix(RecurrentLayer):
         self.value_out: Linear | None = None
         if not layer.is_first:
             self.value_in, self.value_out = _low_rank("v_lora", hidden, layer.value_rank, values, bias=True)
-        self.gated_delta_rule = Bound(gated_delta_rule, step="batch")
+        self.gated_delta_rule = Bound(gated_delta_rule)
 
     def set_state(self, state: RecurrentState) -> None:
         super().set_state(state)

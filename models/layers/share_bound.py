@@ -31,7 +31,7 @@ def share_bound(network: nn.Module) -> None:
         if bounds:
             likeness = type(module), *_likeness(module)
             for name, bound in bounds.items():
-                setattr(module, name, shared.setdefault((name, likeness), Bound(bound.operation, bound.by, bound.step)))
+                setattr(module, name, shared.setdefault((name, likeness), Bound(bound.operation, bound.by)))
 
 
 def _likeness(module: nn.Module) -> Iterator[Hashable]:

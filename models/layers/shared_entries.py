@@ -127,7 +127,7 @@ class SharedEntriesAttention(CompressedAttention):
         if self.is_source:
             self.latent_pool = LatentPool(layer.head_dim, config.hidden_size, sizes, self.norms)
         self._add_indexer(config)
-        self.choose_blocks = Bound(choose_blocks, step="plan")
+        self.choose_blocks = Bound(choose_blocks)
 
     def set_entries(self, entries: Sequence[torch.Tensor], entry_table: int) -> None:
         """Give the layer the entries that it reads, then their index keys if there are any, and their block table."""

@@ -197,7 +197,7 @@ class PagedAttnBackend(AttentionBackend):
             "softcap": layer.logit_cap or 0.0,
         }
         tensors = layout(k_cache, v_cache, out, query, sinks, *scales.values())
-        bound_for(paged_attention, "plan", *options.values(), table.stride(), *tensors)(
+        bound_for(paged_attention, *options.values(), table.stride(), *tensors)(
             query,
             k_cache,
             v_cache,

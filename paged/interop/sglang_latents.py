@@ -91,7 +91,7 @@ class PagedLatentBackend(PagedAttnBackend):
             "window_size": self._window(layer),
         }
         tensors = layout(kv_cache, out, query, sinks, k_scale)
-        bound_for(paged_mla_attention, "plan", *options.values(), step.table.stride(), *tensors)(
+        bound_for(paged_mla_attention, *options.values(), step.table.stride(), *tensors)(
             query,
             kv_cache,
             block_table=step.table,

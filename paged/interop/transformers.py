@@ -190,7 +190,7 @@ class PagedTritonAttention:
         write_index = kwargs["write_index"][allocator.index]
         reshape_and_cache(key[0].transpose(0, 1), value[0].transpose(0, 1), k_cache, v_cache, write_index)
         block_table, plan = self._step(allocator, write_index, kwargs)
-        bound_for(paged_attention, "plan", *kind.values(), *layout(k_cache, v_cache, s_aux))(
+        bound_for(paged_attention, *kind.values(), *layout(k_cache, v_cache, s_aux))(
             q,
             k_cache,
             v_cache,

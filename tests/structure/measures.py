@@ -108,7 +108,7 @@ def attention_way() -> tuple[set[str], int, int]:
     }
     q = torch.randn(1, 2, 16)
     plan = paged.AttentionPlan(tensors["cu_seqlens_q"], tensors["seq_lens"], max_seqlen_q=1, max_seqlen_k=16)
-    bound = Bound(paged.paged_attention, step="plan")
+    bound = Bound(paged.paged_attention)
 
     def call(attention: Callable[..., object], **options: Any) -> Calls:
         return _calls_of(lambda: attention(q, k_cache, v_cache, max_seqlen_q=1, **tensors, **options))

@@ -214,7 +214,7 @@ class PagedImpl(HasWarmup, AttentionImpl[PagedMetadata]):
             )
             return output.copy_(attended)
         kind = self.kind, causal if isinstance(causal, bool) else None, block_table.stride()
-        bound_for(paged_attention, "plan", *kind, *layout(*caches, output, self.sinks, *scales.values()))(
+        bound_for(paged_attention, *kind, *layout(*caches, output, self.sinks, *scales.values()))(
             query,
             *caches,
             block_table=block_table,

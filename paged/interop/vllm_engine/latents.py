@@ -324,7 +324,7 @@ class LatentImpl(HasWarmup):
             kv_cache, k_scale = kv_cache.view(torch.float8_e4m3fn), layer._k_scale
         chosen = None if indices is None else (indices.shape[1], indices.stride())
         kind = impl.scale, impl.kv_lora_rank, causal, requests.block_table.stride(), chosen
-        attend = bound_for(paged_mla_attention, "plan", *kind, *layout(kv_cache, k_scale))
+        attend = bound_for(paged_mla_attention, *kind, *layout(kv_cache, k_scale))
         plan = requests.plan()
         return attend(  # type: ignore[no-any-return]
             q,

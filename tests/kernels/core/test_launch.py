@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import paged
+from paged.kernels.cache.canaries import check_canaries
 from paged.kernels.core.launch import Box, Launch
 from paged.kernels.core.operation import Bound
 from tests.backends import needs_numba
@@ -147,8 +148,7 @@ class _BoundOperations:
     """`paged`, whose operations are bound once for each layout."""
 
     def __getattr__(self, name: str) -> Any:
-        step = "plan" if name == "paged_attention" else None
-        bound = Bound(getattr(paged, name), by=1 if name == "rotary_embedding" else 0, step=step)
+        bound = Bound(getattr(paged, name), by=1 if name == "rotary_embedding" else 0)
         setattr(self, name, bound)
         return bound
 
@@ -191,14 +191,16 @@ def test_bound_binds_once_a_layout_and_is_bounded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_keeps_what_is_bound_to_it() -> None:
-    """Another step's plan, of as many tokens, has work lists of its own."""
-    attend, caches = Bound(paged.paged_attention, step="plan"), torch.randn(2, 4, 8, 2, 8, device=DEVICE).unbind()
+    """Another step's plan, of as many tokens, has work lists of its own, and the step a table of other strides."""
+    attend, caches = Bound(paged.paged_attention), torch.randn(2, 4, 8, 2, 8, device=DEVICE).unbind()
     q, table = torch.randn(2, 4, 8, device=DEVICE), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32, device=DEVICE)
     offsets = torch.arange(3, dtype=torch.int32, device=DEVICE)
-    for lengths in ([3, 16], [9, 1]):
+    for lengths, columns in (([3, 16], 2), ([9, 1], 5)):
         seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         plan = paged.AttentionPlan(offsets, seq_lens, max_seqlen_q=1, max_seqlen_k=16)
-        batch = {"block_table": table, "cu_seqlens_q": offsets, "seq_lens": seq_lens, "max_seqlen_q": 1}
+        wide = torch.zeros(2, columns, dtype=torch.int32, device=DEVICE)
+        wide[:, :2] = table
+        batch = {"block_table": wide, "cu_seqlens_q": offsets, "seq_lens": seq_lens, "max_seqlen_q": 1}
         found = [attend(q, *caches, **batch, plan=plan) for _ in range(2)]
         expected = paged.paged_attention(q, *caches, **batch)
         assert all(torch.equal(each, expected) for each in found)
@@ -240,6 +242,8 @@ def test_faults_are_refused() -> None:
             call(x.clone().requires_grad_(), weight)
     with pytest.raises(paged.InvalidInputError, match="eps"):
         paged.rms_norm(x, weight, True)
+    with pytest.raises(paged.InvalidInputError, match="check_canaries takes a block table"):
+        Bound(check_canaries)
     with torch.no_grad():
         paged.rms_norm(x.clone().requires_grad_(), weight)
 

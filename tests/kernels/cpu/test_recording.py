@@ -80,7 +80,7 @@ class TestAttention:
         int32 = {"block_table": torch.zeros(4, 2), "seq_lens": torch.zeros(4), "cu_seqlens_q": torch.zeros(5)}
         self.ids = ids = {name: each.int() for name, each in int32.items()}
         self.plan = paged.AttentionPlan(ids["cu_seqlens_q"], ids["seq_lens"], max_seqlen_q=1, max_seqlen_k=16)
-        self.norm, self.attend = Bound(paged.rms_norm), Bound(paged.paged_attention, step="plan")
+        self.norm, self.attend = Bound(paged.rms_norm), Bound(paged.paged_attention)
         self.write = Bound(paged.qk_norm_rope_and_cache)
         self.run()
 
@@ -135,7 +135,7 @@ class TestAttention:
     def test_what_pytorch_computes_is_an_obstacle(self) -> None:
         """It looks at the lengths in every call."""
         options = {**self.ids, "max_seqlen_q": 1, "plan": self.plan, "mask": torch.ones(4, 1, dtype=torch.bool)}
-        attend = Bound(paged.paged_attention, step="plan")
+        attend = Bound(paged.paged_attention)
         for _ in range(2):
             recording = Recording(lambda: attend(self.out.clone(), *self.caches, **options), StepMemory())  # type: ignore[arg-type,return-value]
         assert recording.obstacle.startswith("paged_attention")
