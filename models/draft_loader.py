@@ -91,6 +91,7 @@ def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredT
         attention=(*config.attention, config.mtp_attention or config.attention[-1]),
         moe=(*config.moe, config.moe[-1]),
         recurrent=(*config.recurrent, None),
+        ngrams=(*config.ngrams, None),
         attends=(*config.attends, True),
         intermediate_size=(*config.intermediate_size, config.intermediate_size[-1]),
     )

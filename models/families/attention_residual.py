@@ -88,9 +88,7 @@ class SnapshotLayer(DecoderLayer):
             residual = hidden.new_empty(self.num_snapshots + 1, *hidden.shape)
             residual[-1] = hidden
         mixed = self.attention_mix(residual, hidden, self.before_attention)
-        attended = self.attend(mixed, positions, metadata, outputs)
-        if self.ranks.size > 1:
-            attended = self.ranks.sum(attended)
+        attended = self.ranks.sum(self.attend(mixed, positions, metadata, outputs))
         lora = metadata.lora
         if outputs is not None:
             residual, lora = residual[:, outputs.rows], outputs.lora
@@ -100,10 +98,7 @@ class SnapshotLayer(DecoderLayer):
 
         # The MLP, or experts.
         mixed = self.mlp_mix(residual, attended, self.before_mlp)
-        hidden = getattr(self, self.mlp_name)(mixed, lora)
-        if self.ranks.size > 1:
-            hidden = self.ranks.sum(hidden)
-        return hidden, residual
+        return self.ranks.sum(self.ffn(mixed, lora)), residual
 
     def destinations(self, prefix: str) -> Destinations:
         mixes = self.attention_mix.destinations(prefix) | self.mlp_mix.destinations(prefix)

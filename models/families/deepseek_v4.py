@@ -11,11 +11,10 @@ import torch
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.checks import MAX_HEAD_DIM
 from paged.kernels.core.errors import shown
-from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.kernels.quantization.packing import MXFP4_GROUP
-from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
+from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network
-from paged.models.layers.config import CompressedConfig, DecoderConfig, IndexConfig, MoeConfig, StreamsConfig
+from paged.models.layers.config import CompressedConfig, DecoderConfig, IndexConfig, MoeConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, count_layers, decoder_config, layer_kinds, moe_config
 from paged.models.layers.rope import RopeConfig, rope_section, scaled_rope
 from paged.models.loading.hf_config import HfConfig
@@ -116,7 +115,7 @@ def _deepseek_v4(hf: HfConfig, main: RopeConfig, compressed: RopeConfig) -> dict
         "rope": tuple(ropes[kind] for kind in kinds),
         "compressed": tuple(of_kind[kind] for kind in kinds),
         "moe": _experts(hf),
-        "streams": streams_config(hf, has_head=True),
+        "streams": streams_config(hf, num_iterations=hf.integer("hc_sinkhorn_iters"), has_head=True),
         "num_mtp_layers": hf.integer("num_nextn_predict_layers", minimum=0),
     }
 
@@ -164,16 +163,6 @@ def indexer(hf: HfConfig, pool_size: int) -> IndexConfig:
         hf.integer("index_topk"),
         interleaved=True,
         pool_size=pool_size,
-    )
-
-
-def streams_config(hf: HfConfig, *, has_head: bool) -> StreamsConfig:
-    """Return the residual streams."""
-    return StreamsConfig(
-        count=hf.integer("hc_mult", maximum=MAX_STREAMS),
-        eps=hf.number("hc_eps"),
-        num_iterations=hf.integer("hc_sinkhorn_iters"),
-        has_head=has_head,
     )
 
 

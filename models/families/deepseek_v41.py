@@ -5,9 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,29 +20,22 @@ from paged.models.families.deepseek_v4 import (
     rotations,
     routed_experts,
     shared_fields,
-    streams_config,
     window_sizes,
 )
-from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
+from paged.models.families.hashed_tables import MAX_ORDER, MAX_ROWS, SEED_STEP, factor_bound, table_sizes
+from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network
-from paged.models.families.qwen4 import primes_from
 from paged.models.layers.compressed_cache import entries_layer, token_ids_index
 from paged.models.layers.config import CompressedConfig, DecoderConfig, EntrySharing
 from paged.models.layers.decoder_config import count_layers, decoder_config
-from paged.models.layers.engram import GROUP, Engram
-from paged.models.layers.hyper_connection import OpenStreams
+from paged.models.layers.engram import GROUP
 from paged.models.layers.recurrent_config import EngramConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.tokenizer_file import shared_ids
-from paged.models.loading.weights import Destinations, join_destinations
 from paged.models.parallel.share import Share
-from paged.step.metadata import AttentionMetadata, OutputRows
 
-# Largest n of n-grams, and most ids of the hash, which the cache keeps as float32.
-_MAX_ORDER, _MAX_IDS = 8, 1 << 24
-# Most rows of a head's table; published tables have 16 million.
-_MOST_ROWS = 1 << 31
-_SEED_STEP = 10_007
+# Most ids of the hash, which the cache keeps as float32.
+_MAX_IDS = 1 << 24
 # Keys of its drafter, DSpark, which is not loaded.
 _OF_DRAFTER = (
     "num_nextn_predict_layers",
@@ -57,52 +48,12 @@ _OF_DRAFTER = (
 )
 
 
-class _SinglePassLayer(StreamsLayer):
-    """A layer whose parts read streams by the weights of the part before. Some layers first add n-grams' features."""
-
-    def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__(config, index)
-        self.engram: Engram | None = None
-        ngrams = config.ngrams[index]
-        if isinstance(ngrams, EngramConfig):
-            self.engram = Engram(config, ngrams, index)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: Any,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        outputs: OutputRows | None,
-        input_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Any]:
-        """Run the layer as `StreamsLayer.forward`. input_ids: the step's token ids [T], for a layer with n-grams."""
-        before: OpenStreams | None = residual
-        if self.engram is not None:
-            assert input_ids is not None
-            if before is None:
-                before = self.begin(hidden)
-            streams = self.engram(before.closed(hidden), input_ids, metadata)
-            before = OpenStreams(streams, weights=before.weights)
-        return super().forward(hidden, before, positions, metadata, outputs)
-
-    def begin(self, hidden: torch.Tensor) -> OpenStreams:
-        """Return the streams before the first layer, which reads the first one."""
-        streams = super().begin(hidden).streams
-        weights = torch.zeros(streams.shape[:2], device=hidden.device)
-        weights[:, 0] = 1
-        return OpenStreams(streams, weights=weights)
-
-    def destinations(self, prefix: str) -> Destinations:
-        return super().destinations(prefix) | join_destinations(prefix, engram=self.engram)
-
-
 class DeepseekV41(Network):
     """Text part of DeepSeek-V4.1 (DeepSeek-AI, 2026), by the files of vLLM 0.33."""
 
     model_type = "deepseek_v41_text"
     renames = RENAMES
-    layer_class = _SinglePassLayer
+    layer_class = StreamsLayer
     norm_class = StreamsNorm
 
     def __init__(self, config: DecoderConfig, share: Share | None = None) -> None:
@@ -120,7 +71,7 @@ class DeepseekV41(Network):
             "rope": ropes,
             "compressed": sizes,
             "moe": routed_experts(hf),
-            "streams": streams_config(hf, has_head=False),
+            "streams": streams_config(hf, num_iterations=hf.integer("hc_sinkhorn_iters"), single_pass=True),
             "ngrams": _engrams(hf),
         }
         return decoder_config(hf, **fields)
@@ -153,7 +104,7 @@ class DeepseekV41(Network):
         super().set_caches(kv_manager, max_seq_len)
         attention = self.config.attention
         for layer in self.layers:
-            if isinstance(layer, _SinglePassLayer) and layer.engram is not None:
+            if isinstance(layer, StreamsLayer) and layer.engram is not None:
                 assert self.ids_of_tokens is not None
                 layer.engram.set_cache(
                     kv_manager, entries_layer(attention), token_ids_index(attention), self.ids_of_tokens
@@ -233,12 +184,12 @@ def _engrams(hf: HfConfig) -> tuple[EngramConfig | None, ...]:
     layers, rows = hf.items("engram_layer_ids", int), hf.items("engram_num_embeddings", int)
     if not layers:
         return tuple(engrams)
-    order = hf.integer("engram_max_ngram_size", minimum=2, maximum=_MAX_ORDER)
+    order = hf.integer("engram_max_ngram_size", minimum=2, maximum=MAX_ORDER)
     num_heads = (order - 1) * hf.integer("engram_n_heads")
     head_size = hf.integer("engram_head_dim")
     num_ids = hf.integer("engram_compressed_vocab_size", maximum=_MAX_IDS)
     padding = hf.integer("engram_pad_token_id", minimum=0, maximum=hf.integer("vocab_size") - 1)
-    first_rows = hf.integer("engram_vocab_size", maximum=_MOST_ROWS)
+    first_rows = hf.integer("engram_vocab_size", maximum=MAX_ROWS)
     if len(rows) != len(layers) or any(not 0 <= layer < num_layers for layer in layers):
         raise CheckpointError(
             f"{source}: engram_layer_ids {shown(layers)} with {len(rows)} engram_num_embeddings, expected layers below "
@@ -246,17 +197,15 @@ def _engrams(hf: HfConfig) -> tuple[EngramConfig | None, ...]:
         )
     if head_size % GROUP and hf.section("quantization_config") is not None:
         raise UnsupportedError(f"{source}: engram_head_dim {head_size}, known are multiples of {GROUP} in e4m3")
-    primes = primes_from(first_rows)
-    for layer, num_rows in zip(layers, rows, strict=True):
-        table_sizes = tuple(islice(primes, num_heads))  # no two heads of the model have the same size
-        if sum(table_sizes) > num_rows:
+    for layer, num_rows, sizes in zip(layers, rows, table_sizes(first_rows, num_heads), strict=False):
+        if sum(sizes) > num_rows:
             raise CheckpointError(
-                f"{source}: engram_num_embeddings {num_rows}, expected at least {sum(table_sizes)} for layer {layer}"
+                f"{source}: engram_num_embeddings {num_rows}, expected at least {sum(sizes)} for layer {layer}"
             )
         engrams[layer] = EngramConfig(
             order=order,
             size=num_heads * head_size,
-            table_sizes=table_sizes,
+            table_sizes=sizes,
             multipliers=_multipliers(layer, order, num_ids),
             num_rows=num_rows,
             num_ids=num_ids,
@@ -267,6 +216,6 @@ def _engrams(hf: HfConfig) -> tuple[EngramConfig | None, ...]:
 
 def _multipliers(layer: int, order: int, num_ids: int) -> tuple[int, ...]:
     """Return odd random factors; a factor times an id stays below 2^63."""
-    bound = max(1, ((1 << 63) - 1) // num_ids // 2)
-    numbers = np.random.default_rng(_SEED_STEP * layer).integers(0, bound, size=order, dtype=np.int64)
+    generator = np.random.default_rng(SEED_STEP * layer)
+    numbers = generator.integers(0, factor_bound(num_ids), size=order, dtype=np.int64)
     return tuple(2 * int(number) + 1 for number in numbers)

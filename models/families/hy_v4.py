@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.models.families.deepseek import indexed_latents, sharing_choices
-from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
+from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import family
-from paged.models.layers.config import StreamsConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig
@@ -48,12 +46,6 @@ def _hy_v4(hf: HfConfig) -> dict[str, Any]:
         if moe is not None:
             moe = replace(moe, activation="silu_10")
         experts.append(moe)
-    streams = StreamsConfig(
-        count=hf.integer("hc_mult", maximum=MAX_STREAMS),
-        eps=hf.number("hc_eps"),
-        magnitude=hf.number("hc_magnitude"),
-        has_head=True,
-    )
     return fields | {
         "latent": sharing_choices(hf, fields["latent"]),
         "rope": rope_config(hf, interleaved=interleaved),
@@ -61,7 +53,7 @@ def _hy_v4(hf: HfConfig) -> dict[str, Any]:
         "head_gate_size": fields["latent"].v_head_dim,
         "sinks": True,
         "moe": tuple(experts),
-        "streams": streams,
+        "streams": streams_config(hf, magnitude=hf.number("hc_magnitude"), has_head=True),
     }
 
 

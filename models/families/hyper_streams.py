@@ -6,21 +6,39 @@ from typing import Any
 
 import torch
 
+from paged.cache.manager import PagedKvCacheManager
+from paged.kernels.layers.streams import MAX_STREAMS
 from paged.models.families.network import DecoderLayer, rows_of
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
 from paged.models.layers.decoder import RmsNorm
+from paged.models.layers.engram import Engram
 from paged.models.layers.hyper_connection import GatedResidual, HyperConnection, OpenStreams
-from paged.models.loading.weights import Destinations
+from paged.models.layers.ngrams import NgramLayer
+from paged.models.layers.recurrent_config import EngramConfig, NgramConfig
+from paged.models.loading.hf_config import HfConfig
+from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 
 class StreamsLayer(DecoderLayer):
-    """A layer whose attention and MLP each read a mix of the streams, and add to each of them."""
+    """A layer whose attention and MLP each read a mix of the streams, and add to each of them.
+
+    Some layers first add features of the last tokens to each stream.
+    """
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__(config, index)
         assert config.streams is not None
         self.num_streams = config.streams.count
+        self.is_single_pass = isinstance(config.streams, StreamsConfig) and config.streams.single_pass
+        moe, ngrams = config.moe[index], config.ngrams[index]
+        self.has_experts_by_id = moe is not None and moe.token_table is not None
+        self.ple: NgramLayer | None = None
+        self.engram: Engram | None = None
+        if isinstance(ngrams, NgramConfig):
+            self.ple = NgramLayer(config, ngrams)
+        elif isinstance(ngrams, EngramConfig):
+            self.engram = Engram(config, ngrams, index)
         self.attention_streams: HyperConnection | GatedResidual
         self.mlp_streams: HyperConnection | GatedResidual
         if isinstance(config.streams, GatedStreamsConfig):
@@ -37,44 +55,50 @@ class StreamsLayer(DecoderLayer):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         outputs: OutputRows | None,
-        token_ids: torch.Tensor | None = None,
+        input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """Run the layer as `DecoderLayer.forward`; residual: `OpenStreams`, or None in the first layer.
 
         The next layer, or the final norm, joins the returned hidden states in the launch that also mixes the streams.
 
-        token_ids: [T], if they choose the layer's experts.
+        input_ids: the step's token ids, [T], for a layer that adds features of them or whose experts they choose.
         """
         before: OpenStreams | None = residual
-        output: torch.Tensor | None = hidden
         if before is None:
             before = self.begin(hidden)
+        features = self.ple if self.engram is None else self.engram
+        if features is not None:
+            assert input_ids is not None
+            streams = features(before.closed(hidden), input_ids, metadata)
+            before = OpenStreams(streams, weights=before.weights)
+        output: torch.Tensor | None = hidden
         if before.joins is None:
             output = None
 
         # Attention, or the recurrent part.
-        x, streams = self.attention_streams(before, self.before_attention, output)
-        attended = self.attend(x, positions, metadata, outputs)
-        if self.ranks.size > 1:
-            attended = self.ranks.sum(attended)
+        x, before = self.attention_streams(before, self.before_attention, output)
+        attended = self.ranks.sum(self.attend(x, positions, metadata, outputs))
         lora = metadata.lora
         if outputs is not None:
-            streams, lora = streams.rows(outputs.rows), outputs.lora
+            before, lora = before.rows(outputs.rows), outputs.lora
 
         # The MLP, or experts.
-        x, streams = self.mlp_streams(streams, self.before_mlp, attended)
-        ffn = getattr(self, self.mlp_name)
-        if token_ids is None:
-            hidden = ffn(x, lora)
+        x, before = self.mlp_streams(before, self.before_mlp, attended)
+        if self.has_experts_by_id:
+            assert input_ids is not None
+            hidden = self.ffn(x, lora, token_ids=rows_of(input_ids, outputs))
         else:
-            hidden = ffn(x, lora, token_ids=rows_of(token_ids, outputs))
-        if self.ranks.size > 1:
-            hidden = self.ranks.sum(hidden)
-        return hidden, streams
+            hidden = self.ffn(x, lora)
+        return self.ranks.sum(hidden), before
 
     def begin(self, hidden: torch.Tensor) -> OpenStreams:
         """Return the streams before the first layer, which are all the embedded tokens."""
-        return OpenStreams(hidden[:, None].expand(-1, self.num_streams, -1))
+        streams = hidden[:, None].expand(-1, self.num_streams, -1)  # [T, N, hidden_size]
+        if not self.is_single_pass:
+            return OpenStreams(streams)
+        weights = torch.zeros(streams.shape[:2], device=hidden.device)
+        weights[:, 0] = 1
+        return OpenStreams(streams, weights=weights)
 
     @staticmethod
     def stream(hidden: torch.Tensor, residual: Any) -> torch.Tensor:
@@ -82,9 +106,15 @@ class StreamsLayer(DecoderLayer):
         closed: torch.Tensor = residual.closed(hidden)
         return closed
 
+    def set_states(self, kv_manager: PagedKvCacheManager, index: int, num_layers: int) -> None:
+        super().set_states(kv_manager, index, num_layers)
+        if self.ple is not None:  # see `cache_config` for the layers
+            self.ple.set_states(kv_manager.state(2 * num_layers + index), kv_manager.state(3 * num_layers + index))
+
     def destinations(self, prefix: str) -> Destinations:
         streams = self.attention_streams.destinations(prefix) | self.mlp_streams.destinations(prefix)
-        return super().destinations(prefix) | streams
+        features = join_destinations(prefix, ple=self.ple, engram=self.engram)
+        return super().destinations(prefix) | streams | features
 
 
 class StreamsNorm(RmsNorm):
@@ -128,3 +158,8 @@ class StreamsMix(GatedResidual):
         """Return (mixed, streams), as `StreamsNorm.forward`."""
         mixed, streams = super().forward(residual, None, x)
         return mixed, streams.streams
+
+
+def streams_config(hf: HfConfig, **fields: Any) -> StreamsConfig:
+    """Return the residual streams of hyper-connections; their number and eps have the same keys in all families."""
+    return StreamsConfig(count=hf.integer("hc_mult", maximum=MAX_STREAMS), eps=hf.number("hc_eps"), **fields)

@@ -8,14 +8,13 @@ from typing import Any
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
-from paged.kernels.layers.mix_streams import MAX_STREAMS
 from paged.models.families.attention_residual import SnapshotLayer, SnapshotNorm
 from paged.models.families.deepseek import indexer_types, latent_attention, sharing_choices
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
-from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
+from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network, family
 from paged.models.families.sigmoid_experts import by_mlp_layer_types, sigmoid_experts
-from paged.models.layers.config import DecoderConfig, IndexConfig, MoeConfig, StreamsConfig
+from paged.models.layers.config import DecoderConfig, IndexConfig, MoeConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, decoder_config, for_kind, layer_kinds
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.layers.rope import RopeConfig, rope_config, rope_section
@@ -205,11 +204,6 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
     for name in ("kda_layers", "full_attn_layers"):
         section.value(name)  # repeat `layer_types`
     section.refuse_unread()
-    streams = StreamsConfig(
-        count=hf.integer("hc_mult", maximum=MAX_STREAMS),
-        eps=hf.number("hc_eps"),
-        num_iterations=hf.integer("hc_sinkhorn_iters"),
-    )
     fields = latent_attention(hf, _pooled_index(hf), reads_head_dim=False, minimum_rope_dim=0)
     latent = replace(fields.pop("latent"), eps=hf.number("rms_norm_eps"))
     if latent.rope_dim:
@@ -227,7 +221,7 @@ def _glm5_next(hf: HfConfig) -> dict[str, Any]:
         recurrent=for_kind(kinds, _KINDS[0], delta),
         recurrent_name="self_attn",
         moe=by_mlp_layer_types(hf, sigmoid_experts(hf)),
-        streams=streams,
+        streams=streams_config(hf, num_iterations=hf.integer("hc_sinkhorn_iters")),
     )
 
 

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
-from math import isqrt
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, UnsupportedError
-from paged.kernels.layers.mix_streams import MAX_STREAMS
+from paged.kernels.layers.streams import MAX_STREAMS
+from paged.models.families.hashed_tables import MAX_ORDER, MAX_ROWS, SEED_STEP, factor_bound, table_sizes
 from paged.models.families.hybrid import qwen4_exp
 from paged.models.families.hyper_streams import StreamsLayer, StreamsMix
 from paged.models.families.network import Network
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, GatedStreamsConfig
 from paged.models.layers.decoder_config import count_layers, decoder_config, for_kind, read_head_dim
-from paged.models.layers.hyper_connection import OpenStreams
-from paged.models.layers.ngrams import NgramLayer
 from paged.models.layers.recurrent_config import NgramConfig
 from paged.models.layers.rope import RopeConfig
 from paged.models.loading.hf_config import HfConfig
-from paged.models.loading.weights import Destinations, join_destinations
-from paged.step.metadata import AttentionMetadata, OutputRows
 
-# Numbers of the generator splitmix64 (Steele, Lea and Flood, 2014), and its period of seeds from layer to layer.
+# Numbers of the generator splitmix64 (Steele, Lea and Flood, 2014).
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_SEED_STEP = 10_007
 _MASK = (1 << 64) - 1
-# Largest number of rows of a table that is looked for; published tables have 20 million.
-_MOST_ROWS = 1 << 31
-_MAX_ORDER = 8
 _MAX_INDEX_HEAD_DIM = 256
 _INDEXER_KEYS = (
     "indexer_n_heads",
@@ -43,48 +31,12 @@ _INDEXER_KEYS = (
 )
 
 
-class _Qwen4Layer(StreamsLayer):
-    """A layer over gated streams. Some layers first add features of the last tokens to every stream."""
-
-    def __init__(self, config: DecoderConfig, index: int) -> None:
-        super().__init__(config, index)
-        self.ple: NgramLayer | None = None
-        ngrams = config.ngrams[index]
-        if isinstance(ngrams, NgramConfig):
-            self.ple = NgramLayer(config, ngrams)
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        residual: Any,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        outputs: OutputRows | None,
-        input_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Any]:
-        """Run the layer as `StreamsLayer.forward`. input_ids: the step's token ids, [T]."""
-        if self.ple is not None:
-            assert input_ids is not None
-            assert metadata.recurrent is not None
-            before: OpenStreams = self.begin(hidden) if residual is None else residual
-            residual = OpenStreams(self.ple(before.closed(hidden), input_ids, metadata.recurrent))
-        return super().forward(hidden, residual, positions, metadata, outputs)
-
-    def set_states(self, kv_manager: PagedKvCacheManager, index: int, num_layers: int) -> None:
-        super().set_states(kv_manager, index, num_layers)
-        if self.ple is not None:  # see `cache_config` for the layers
-            self.ple.set_states(kv_manager.state(2 * num_layers + index), kv_manager.state(3 * num_layers + index))
-
-    def destinations(self, prefix: str) -> Destinations:
-        return super().destinations(prefix) | join_destinations(prefix, ple=self.ple)
-
-
 class Qwen4Exp(Network):
     """Text part of Qwen4-Exp (Qwen, 2026), the architecture of Qwen3.8-Flash-Next."""
 
     model_type = "qwen4_exp_text"
     renames = MappingProxyType({r"\bmodel\.hyper_connection_mixer\.": "model.norm."})
-    layer_class = _Qwen4Layer
+    layer_class = StreamsLayer
     norm_class = StreamsMix
 
     @classmethod
@@ -135,11 +87,11 @@ def _ngrams(hf: HfConfig, kinds: Sequence[str]) -> tuple[NgramConfig | None, ...
     num_layers, vocab_size, hidden_size = count_layers(hf), hf.integer("vocab_size"), hf.integer("hidden_size")
     layers = sorted({layer - 1 for layer in hf.items("ple_layer_ids", int)})
     hf.choice("ple_embedding_dtype")  # packed tables
-    order = hf.integer("ngram_size", minimum=2, maximum=_MAX_ORDER)
+    order = hf.integer("ngram_size", minimum=2, maximum=MAX_ORDER)
     num_heads = (order - 1) * hf.integer("heads_per_ngram")
     size = hf.integer("ple_embed_dim", hidden_size)
     conv_width = hf.integer("ple_conv_kernel_size", minimum=2)
-    first_rows = hf.integer("ngram_vocab_size_base", maximum=_MOST_ROWS)
+    first_rows = hf.integer("ngram_vocab_size_base", maximum=MAX_ROWS)
     multiple, num_parts = hf.integer("make_ngram_vocab_size_divisible_by"), hf.integer("split_ngram_parts")
     seed = hf.integer("seed", minimum=0)
     separator = hf.value("eos_token_id")
@@ -156,17 +108,15 @@ def _ngrams(hf: HfConfig, kinds: Sequence[str]) -> tuple[NgramConfig | None, ...
             raise UnsupportedError(
                 f"{hf.source}: ple_layer_ids has {layer + 1}, expected a linear_attention layer from 1 to {num_layers}"
             )
-    primes = primes_from(first_rows)
     ngrams: list[NgramConfig | None] = [None] * num_layers
-    for index, layer in enumerate(layers):
-        table_sizes = tuple(islice(primes, num_heads))  # no two heads of the model have the same size
+    for index, (layer, sizes) in enumerate(zip(layers, table_sizes(first_rows, num_heads), strict=False)):
         ngrams[layer] = NgramConfig(
             order=order,
             size=size,
             conv_width=conv_width,
-            table_sizes=table_sizes,
-            multipliers=_multipliers(vocab_size, order, seed + _SEED_STEP * index),
-            num_rows=-(-sum(table_sizes) // multiple) * multiple,
+            table_sizes=sizes,
+            multipliers=_multipliers(vocab_size, order, seed + SEED_STEP * index),
+            num_rows=-(-sum(sizes) // multiple) * multiple,
             num_parts=num_parts,
             separator=separator,
         )
@@ -175,7 +125,7 @@ def _ngrams(hf: HfConfig, kinds: Sequence[str]) -> tuple[NgramConfig | None, ...
 
 def _multipliers(vocab_size: int, order: int, seed: int) -> tuple[int, ...]:
     """Return odd random factors; a factor times a token id stays below 2^63."""
-    bound = max(1, ((1 << 63) - 1) // vocab_size // 2)
+    bound = factor_bound(vocab_size)
     factors: list[int] = []
     for index in range(order):
         value = seed + (index + 1) * _GAMMA
@@ -189,15 +139,6 @@ def _splitmix(value: int) -> int:
     value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
     value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
     return value ^ (value >> 31)
-
-
-def primes_from(start: int) -> Iterator[int]:
-    """Yield the primes that are at least `start`."""
-    number = max(start, 2)
-    while True:
-        if all(number % divisor for divisor in range(2, isqrt(number) + 1)):
-            yield number
-        number += 1
 
 
 # Name in `architectures` of config.json -> family.

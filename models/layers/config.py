@@ -114,6 +114,7 @@ class StreamsConfig:
         num_iterations: number of Sinkhorn's iterations; 0 if streams do not mix.
         magnitude: limit of the factor for a part's output.
         has_head: whether the final norm reads a weighted sum of the streams, not their mean.
+        single_pass: whether a part reads the streams with weights of the part before; the first one reads stream 0.
     """
 
     count: int
@@ -121,6 +122,7 @@ class StreamsConfig:
     num_iterations: int = 0
     magnitude: float = 2.0
     has_head: bool = False
+    single_pass: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

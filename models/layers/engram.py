@@ -12,7 +12,7 @@ from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.hyper_connection import StreamsRmsNorm
 from paged.models.layers.ngrams import RowHash, stream_gates
 from paged.models.layers.recurrent_config import EngramConfig
-from paged.models.loading.host_weights import HostWeights, seen_from
+from paged.models.loading.host_weights import HostWeights
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata
 
@@ -89,22 +89,13 @@ class EngramTables(HostWeights):
             self.exponents = nn.Parameter(exponents, requires_grad=False)
         else:
             self.weight = empty_parameter(config.num_rows, config.head_size)
-        self.seen, self.seen_exponents = torch.empty(0), torch.empty(0)
-
-    def see_from(self, device: torch.device) -> None:
-        """Prepare the rows for a device; call it when the weights are at their final addresses."""
-        if self.seen.device.type == device.type and self.seen.data_ptr() == self.weight.data_ptr():
-            return
-        self.seen = seen_from(device, self.weight.data)
-        if self.exponents is not None:
-            self.seen_exponents = seen_from(device, self.exponents.data)
 
     def forward(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rows of all heads side by side, [T, size] in `dtype`. rows: int64 [T, heads]."""
-        numbers = self.seen[rows]  # [T, heads, head_size]
+        numbers = self.seen["weight"][rows]  # [T, heads, head_size]
         if self.is_packed:
             groups = numbers.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, GROUP))
-            scales = self.seen_exponents[rows].view(torch.float8_e8m0fnu).float()  # [T, heads, groups]
+            scales = self.seen["exponents"][rows].view(torch.float8_e8m0fnu).float()  # [T, heads, groups]
             numbers = (groups * scales.unsqueeze(-1)).flatten(-2)
         return numbers.flatten(1).to(dtype)
 

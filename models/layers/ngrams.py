@@ -18,8 +18,9 @@ from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.hyper_connection import StreamsRmsNorm
 from paged.models.layers.recurrent_config import HASH_NUMBERS, HashedTables, NgramConfig
-from paged.models.loading.host_weights import HostWeights, seen_from
+from paged.models.loading.host_weights import HostWeights
 from paged.models.loading.weights import ConvertedDestination, Destinations
+from paged.step.metadata import AttentionMetadata
 
 
 class RowHash:
@@ -88,16 +89,10 @@ class NgramTables(HostWeights):
         super().__init__()
         self.config = config
         self.weight = empty_parameter(config.num_rows, config.head_size)
-        self.seen = torch.empty(0)
-
-    def see_from(self, device: torch.device) -> None:
-        """Prepare the rows for a device; call it when the weights are at their final addresses."""
-        if self.seen.device.type != device.type or self.seen.data_ptr() != self.weight.data_ptr():
-            self.seen = seen_from(device, self.weight.data)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all heads side by side, [T, size]. rows: int64 [T, heads]."""
-        return functional.embedding(rows, self.seen).flatten(1)
+        return functional.embedding(rows, self.seen["weight"]).flatten(1)
 
     def destinations(self, prefix: str) -> Destinations:
         destinations: Destinations = {}
@@ -144,8 +139,10 @@ class NgramLayer(nn.Module):
         self.hash.set_state(tokens)
         self.tables.see_from(rows.conv.device)
 
-    def forward(self, streams: torch.Tensor, input_ids: torch.Tensor, batch: RecurrentBatch) -> torch.Tensor:
+    def forward(self, streams: torch.Tensor, input_ids: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Return the streams [T, N, D] with the features of the tokens [T]."""
+        batch = metadata.recurrent
+        assert batch is not None
         rows = self.hash.rows(input_ids, batch)
         keys, values = self.kv_proj(self.tables(rows)).split_with_sizes(self.sizes, -1)  # [T, N * D], [T, D]
         keys, _ = self.key_norm(keys.view_as(streams))

@@ -11,7 +11,21 @@ from paged.errors import InvalidInputError
 
 
 class HostWeights(nn.Module):
-    """A module whose parameters are too large for a GPU. A step reads few of their rows."""
+    """A module whose parameters are too large for a GPU. A step reads few of their rows.
+
+    seen: the parameters as the device of the steps reads them, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def see_from(self, device: torch.device) -> None:
+        """Prepare the parameters for a device; call it when they are at their final addresses."""
+        for name, weight in self.named_parameters():
+            seen = self.seen.get(name)
+            if seen is None or seen.device.type != device.type or seen.data_ptr() != weight.data_ptr():
+                self.seen[name] = seen_from(device, weight.data)
 
 
 def allocate(network: nn.Module, device: torch.device) -> None:
