@@ -14,6 +14,7 @@ from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.attention.tiles import default_block_size
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+from paged.kernels.core.errors import shown
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.compressed_cache import compressed_groups, has_records, num_cache_layers, whole_pools
 from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
@@ -142,12 +143,47 @@ def _spec(layer: RecurrentConfig) -> RecurrentSpec:
 
 
 def check_cache_dtypes(
-    config: DecoderConfig, dtype: torch.dtype, cache_dtypes: tuple[torch.dtype, torch.dtype]
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    cache_dtypes: tuple[torch.dtype, torch.dtype],
+    kept_layers: tuple[int, ...] = (),
+    *,
+    has_draft_head: bool = False,
 ) -> None:
-    """Raise InvalidInputError unless a model in `dtype` can have keys and values of these dtypes in its cache."""
+    """Raise InvalidInputError unless a model in `dtype` can have keys and values of these dtypes in its cache.
+
+    kept_layers: layers that keep `dtype`; that of a draft head comes behind the model's.
+    """
+    allowed, note = _allowed_dtypes(config, dtype)
+    for cache_dtype in cache_dtypes:
+        if cache_dtype not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise InvalidInputError(f"kv_cache_dtype: {cache_dtype}, expected {expected}{note}")
+    if note and cache_dtypes[0] != cache_dtypes[1]:
+        raise InvalidInputError(f"kv_cache_dtype: {cache_dtypes[0]},{cache_dtypes[1]}, expected one dtype{note}")
+    if note and kept_layers:
+        raise InvalidInputError(f"kv_cache_keep_layers: {shown(kept_layers)}, expected none{note}")
+    known: list[int] = []
+    for index, layer in enumerate(config.attention):
+        if config.attends[index] and layer.shares_kv_with is None:
+            known.append(index)
+    if has_draft_head:
+        known.append(config.num_layers)
+    for kept in kept_layers:
+        if kept not in known:
+            raise InvalidInputError(
+                f"kv_cache_keep_layers: {kept}, expected layers with keys and values of their own: {shown(known)}"
+            )
+
+
+def _allowed_dtypes(config: DecoderConfig, dtype: torch.dtype) -> tuple[list[torch.dtype], str]:
+    """Return the dtypes that K/V of a model in `dtype` can have, and what limits them, for messages."""
     allowed = [dtype, *KV_KINDS]
     note = ""
-    if any(layer.compressed is not None for layer in config.attention):
+    if not any(config.attends):
+        allowed = [dtype]
+        note = ", as no layer has keys and values"
+    elif any(layer.compressed is not None for layer in config.attention):
         allowed = [dtype]
         for record_dtype in (torch.float8_e4m3fn, torch.float4_e2m1fn_x2):
             if all(has_records(layer, record_dtype) for layer in config.attention):
@@ -159,10 +195,14 @@ def check_cache_dtypes(
     elif any(layer.indexer is not None for layer in config.attention):
         allowed = [other for other in allowed if not kv_kind(other).has_scales]
         note = " beside an indexer"
-    for cache_dtype in cache_dtypes:
-        if cache_dtype not in allowed:
-            expected = " or ".join(map(str, allowed))
-            raise InvalidInputError(f"kv_cache_dtype: {cache_dtype}, expected {expected}{note}")
+    return allowed, note
+
+
+def check_state_dtype(config: DecoderConfig, state_dtype: torch.dtype) -> None:
+    """Raise InvalidInputError unless the model has recurrent states, which `state_dtype` is for, or it is float32."""
+    has_states = any(layer is not None and layer.num_heads > 0 for layer in config.recurrent)
+    if not has_states and state_dtype != torch.float32:
+        raise InvalidInputError(f"state_dtype: {state_dtype}, expected float32 or None, as no layer has such states")
 
 
 def check_rotation(config: DecoderConfig, rotation: str | None) -> None:
@@ -171,12 +211,14 @@ def check_rotation(config: DecoderConfig, rotation: str | None) -> None:
     Raises:
         InvalidInputError: as `check_layer`.
         UnsupportedError: as `check_layer`; or values shall be rotated, but weights are packed; or the model is
-            transformers' own module.
+            transformers' own module, or has no keys and values.
     """
     if rotation is None:
         return
     if isinstance(config, ModuleConfig):
         raise UnsupportedError(f"{OPTION}: {rotation!r}, expected None for transformers' own module")
+    if not any(config.attends):
+        raise UnsupportedError(f"{OPTION}: {rotation!r}, expected None, as no layer has keys and values")
     if rotation == KEYS_AND_VALUES and config.quantization is not None:
         raise values_error(rotation, "weights are packed")
     for index, layer in enumerate(config.attention):

@@ -18,7 +18,7 @@ from paged.folder_path import as_folder
 from paged.kernels.core.device import use_triton
 from paged.kernels.core.dtypes import kv_kind
 from paged.kernels.core.errors import shown
-from paged.models.cache_sizes import check_cache_dtypes, check_rotation, sized_cache_config
+from paged.models.cache_sizes import check_cache_dtypes, check_rotation, check_state_dtype, sized_cache_config
 from paged.models.draft_loader import MTP, load_draft_head, multi_token_prefix
 from paged.models.families.axk2 import AXK2
 from paged.models.families.cohere import COHERE
@@ -242,7 +242,11 @@ def _check_options(
     known_positions = config.max_position_embeddings
     if not 1 <= max_seq_len <= known_positions:
         raise InvalidInputError(f"max_seq_len: {max_seq_len}, expected 1 to {known_positions}, the model's own limit")
-    check_cache_dtypes(config, load_options.dtype or config.dtype, cache_dtypes)
+    dtype = load_options.dtype or config.dtype
+    has_draft_head = load_options.draft is not None
+    kept_layers = load_options.kv_cache_keep_layers
+    check_cache_dtypes(config, dtype, cache_dtypes, kept_layers, has_draft_head=has_draft_head)
+    check_state_dtype(config, load_options.state_dtype)
     check_rotation(config, load_options.kv_cache_rotation)
     if load_options.draft is not None and ranks.size > 1:
         raise UnsupportedError(f"draft: {load_options.draft}, expected None with several ranks")

@@ -227,7 +227,8 @@ class LoadOptions:
             blocks, the host has as many states, but no more than swap blocks. For a model with compressed entries:
             slots for rows of open pools; None takes up to a quarter of the memory on a GPU.
         state_dtype: dtype of the states of recurrent layers: float32, bfloat16 for half the memory, or int8 for about a
-            quarter; None or "auto" for float32. Rows of convolutions have the dtype of the weights, rings are float32.
+            quarter; None or "auto" for float32. Without such layers, other dtypes are refused. Rows of convolutions
+            have the dtype of the weights, rings are float32.
         snapshot_interval: also keep the state of prompts every so many tokens, a multiple of block_size. None keeps
             states only at the ends of prompts and where prompts diverge.
         max_drafts: most drafts that a step verifies for a sequence with recurrent layers.

@@ -19,6 +19,7 @@ from paged.models.cache_sizes import (
     cache_formats,
     check_cache_dtypes,
     check_rotation,
+    check_state_dtype,
     default_slots_bytes,
     in_whole_pools,
 )
@@ -147,7 +148,8 @@ def summarize(
         if dtype is None:
             dtype = config.dtype
         cache_dtypes = keys_and_values(kv_cache_dtype, dtype)
-        check_cache_dtypes(config, dtype, cache_dtypes)
+        check_cache_dtypes(config, dtype, cache_dtypes, kept_layers)
+        check_state_dtype(config, state_dtype)
         check_rotation(config, kv_rotation)
         formats = cache_formats(dtype, cache_dtypes, kept_layers)
         summary["block_size"] = block_size = in_whole_pools(config, block_size)

@@ -332,10 +332,32 @@ def test_layers_that_keep_the_dtype_of_the_weights(folder: Path) -> None:
     for options, message in (
         ({"kv_cache_dtype": "int8,int4,int8"}, "kv_cache_dtype: 'int8,int4,int8', expected one dtype, or one of keys"),
         ({"kv_cache_keep_layers": "first"}, "kv_cache_keep_layers: 'first', expected layers such as '0,1,27'"),
-        ({"kv_cache_keep_layers": [2]}, "kept_layers: 2, expected"),
+        ({"kv_cache_keep_layers": [2]}, r"kv_cache_keep_layers: 2, expected layers .*: \[0, 1\]"),
     ):
         with pytest.raises(InvalidInputError, match=message):
             load_model(folder, **options)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("rwkv7", {"kv_cache_dtype": "int8"}, "kv_cache_dtype: torch.int8, expected .*, as no layer has keys"),
+        ("rwkv7", {"kv_cache_rotation": "hadamard"}, "kv_cache_rotation: 'hadamard', expected None, as no layer has"),
+        ("rwkv7", {"kv_cache_keep_layers": [0]}, "kv_cache_keep_layers: .*, expected none, as no layer has keys"),
+        ("qwen3_next", {"kv_cache_keep_layers": [0]}, r"kv_cache_keep_layers: 0, expected layers .*: \[1\]"),
+        ("gemma4_shared_kv", {"kv_cache_keep_layers": [3]}, r"kv_cache_keep_layers: 3, expected .*: \[0, 1, 2\]"),
+        ("deepseek_v2", {"kv_cache_dtype": "fp8,auto"}, "kv_cache_dtype: .*, expected one dtype for latents"),
+        ("minimax_m3", {"kv_cache_dtype": "fp8,auto"}, "kv_cache_dtype: .*, expected one dtype beside an indexer"),
+        ("deepseek_v4", {"kv_cache_keep_layers": [0]}, "kv_cache_keep_layers: .*, expected none for compressed"),
+        ("lfm2", {"state_dtype": "int8"}, "state_dtype: torch.int8, expected float32 or None, as no layer has"),
+    ],
+)
+def test_options_that_a_model_cannot_have(family: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """They are refused at load, not ignored."""
+    save_checkpoint(FAMILIES[family], tmp_path)
+    with pytest.raises((InvalidInputError, UnsupportedError), match=message):
+        load_model(tmp_path, **options)
 
 
 def test_scales_of_a_checkpoint_for_nvfp4(folder: Path) -> None:

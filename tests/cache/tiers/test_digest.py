@@ -163,7 +163,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "draft": {},
     "quantization": {"quantization": "int8"},
     "num_state_slots": {"num_state_slots": 4},
-    "state_dtype": {"state_dtype": "bfloat16"},
+    "state_dtype": {},  # refused without recurrent layers
     "snapshot_interval": {"snapshot_interval": 8},
     "max_drafts": {"max_drafts": 3},
     "model_impl": {"model_impl": "native"},

@@ -28,6 +28,17 @@ MODEL_SEEDS = 400 if "SOAK" in os.environ else 6
 # Two tables and sinks; latents and an indexer; recurrent layers and experts; keys wider than values; pooled keys;
 # compressed entries; no K/V.
 MODELS = ("gpt_oss", "deepseek_v32", "qwen3_next", "mimo_v2_flash", "glm5_next", "deepseek_v4", "rwkv7")
+# Formats of their caches, beside that of the weights.
+FORMATS: dict[str, tuple[dict[str, Any], ...]] = {
+    "gpt_oss": (
+        {"kv_cache_dtype": "int8,int4", "kv_cache_rotation": "hadamard"},
+        {"kv_cache_dtype": "nvfp4", "kv_cache_keep_layers": [1]},
+    ),
+    "deepseek_v32": ({"kv_cache_dtype": "fp8"},),
+    "qwen3_next": ({"kv_cache_dtype": "int4", "kv_cache_rotation": "hadamard_keys"},),
+    "mimo_v2_flash": ({"kv_cache_dtype": "fp8_per_token_head,fp8_e5m2", "kv_cache_keep_layers": [0]},),
+    "glm5_next": ({"kv_cache_dtype": "fp8"},),
+}
 # Logits of another batch differ by rounding. Where two tokens are nearer than this, either may come.
 TIE = 1e-4
 NUM_LOGPROBS = 200  # enough for tokens behind those that a mask excludes
@@ -70,7 +81,9 @@ def random_oracle(draw: random.Random, device: torch.device) -> Engine:
     return Engine(executor, config, proposer=proposer, eos_token_ids=())
 
 
-def random_model(draw: random.Random, device: torch.device, folder: Path, cache_folder: Path) -> Engine:
+def random_model(
+    draw: random.Random, device: torch.device, folder: Path, cache_folder: Path, cache_format: dict[str, Any]
+) -> Engine:
     """With a cache that is nearly always too small, and tiers below it."""
     way = draw.choice(("plain", "overlap", "lookup"))
     num_swap_blocks = draw.choice((0, 0, 4, 20))
@@ -90,6 +103,7 @@ def random_model(draw: random.Random, device: torch.device, folder: Path, cache_
         enable_prefix_cache="host_cache_bytes" in options or draw.random() < 0.8,
         max_loras=2,
         **options,
+        **cache_format,
     )
     config = random_config(draw, way, can_swap=num_swap_blocks > 0)
     proposer = PromptLookup(3) if way == "lookup" else None
@@ -243,7 +257,8 @@ def test_random_schedules(part: int, device: torch.device, monkeypatch: pytest.M
 def test_random_schedules_of_models(
     name: str, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same over tables, latents and states of real models, with adapters, tiers, new weights and sleep."""
+    """The same over tables, latents and states of real models, with adapters, tiers, new weights and sleep, in several
+    formats of the cache, whose files lie in one folder."""
     monkeypatch.setenv("PAGED_CHECK", "1")
     config = (PARTS | FAMILIES)[name]
     config.vocab_size = VOCAB
@@ -253,11 +268,17 @@ def test_random_schedules_of_models(
     adapters = ADAPTERS if name in FAMILIES and name != "deepseek_v4" else ()
     for seed, adapter in enumerate(adapters):
         Adapter(["o_proj"], seed=seed).save(folder / adapter, folder)
-    executor = LlmExecutor.from_pretrained(folder, device=device, num_blocks=64, num_state_slots=8, max_loras=2)
-    alone = with_adapters(Engine(executor, EngineConfig(overlap=False), eos_token_ids=()), folder)
+    formats = ({}, *FORMATS.get(name, ()))
+    engines: list[Engine] = []
+    for cache_format in formats:
+        executor = LlmExecutor.from_pretrained(
+            folder, device=device, num_blocks=64, num_state_slots=8, max_loras=2, **cache_format
+        )
+        engines.append(with_adapters(Engine(executor, EngineConfig(overlap=False), eos_token_ids=()), folder))
     for seed in range(MODEL_SEEDS):
         draw = random.Random(f"{name} {seed}")
-        engine = random_model(draw, device, folder, tmp_path / "cache")
+        cache_format, alone = formats[seed % len(formats)], engines[seed % len(formats)]
+        engine = random_model(draw, device, folder, tmp_path / "cache", cache_format)
         manager = engine.executor.kv_manager
         assert manager is not None
         events = [
