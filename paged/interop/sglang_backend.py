@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_spec
 
@@ -285,6 +285,8 @@ class PagedAttnBackend(AttentionBackend):
         kinds = [pool]
         if isinstance(pool, SWAKVPool):
             kinds = [pool.full_kv_pool, pool.swa_kv_pool]
+        elif type(pool) is HybridLinearKVPool:
+            kinds = [pool.full_kv_pool]
         for kind in kinds:
             if type(kind) is not self.pool_kind:
                 raise UnsupportedError(f"token_to_kv_pool: {type(kind).__name__}, expected {self.pool_kind.__name__}")

@@ -13,6 +13,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
     DSATokenToKVPool,
+    HybridLinearKVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
     ReqToTokenPool,
@@ -40,9 +41,16 @@ def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = tor
     """The attributes of a ModelRunner that attention backends read, with SGLang's own pools."""
     sizes = {"page_size": page_size, "dtype": dtype, "head_num": KV_HEADS, "head_dim": DIM, "device": device}
     pool: Any
+    latents = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE}
+    # Layers 0 and 2 of a hybrid are recurrent, and have no place in the pool.
+    hybrid = {"size": SLOTS, "full_attention_layer_ids": [1, 3], "mamba_pool": None, **sizes}
     if kind == "latents":
-        latent_sizes = {"page_size": page_size, "kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "layer_num": 2}
-        pool = MLATokenToKVPool(SLOTS, dtype=dtype, device=device, enable_memory_saver=False, **latent_sizes)
+        dense = {"page_size": page_size, "dtype": dtype, "device": device, "layer_num": 2, **latents}
+        pool = MLATokenToKVPool(SLOTS, enable_memory_saver=False, **dense)
+    elif kind == "hybrid":
+        pool = HybridLinearKVPool(**hybrid)
+    elif kind == "hybrid latents":
+        pool = HybridLinearKVPool(use_mla=True, **hybrid, **latents)
     elif kind == "window pool":
         pool = SWAKVPool(size=SLOTS, size_swa=SLOTS, swa_attention_layer_ids=[1], full_attention_layer_ids=[0], **sizes)
         shift = torch.arange(SLOTS + page_size + 1, device=device)
@@ -53,7 +61,7 @@ def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = tor
     return SimpleNamespace(
         device=device,
         page_size=page_size,
-        use_mla_backend=kind == "latents",
+        use_mla_backend="latents" in kind,
         is_draft_worker=False,
         req_to_token_pool=requests,
         token_to_kv_pool=pool,
@@ -123,15 +131,16 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "page_size"), [("plain", 1), ("window", 16), ("window pool", 16)])
+@pytest.mark.parametrize(("kind", "page_size"), [("plain", 1), ("hybrid", 8), ("window", 16), ("window pool", 16)])
 def test_steps_equal_those_of_sglangs_own_backend(kind: str, page_size: int, backend: Any) -> None:
     register()
-    options = [{}, {}] if kind == "plain" else [{}, {"sliding_window_size": 10}]
+    options = [{}, {"sliding_window_size": 10}] if "window" in kind else [{}, {}]
+    ids = [1, 3] if kind == "hybrid" else [0, 1]
     # SGLang's backend does not translate slots of a pool for windows, so it gets one pool for all layers.
-    runners = [make_runner(page_size, kind), make_runner(page_size)]
+    runners = [make_runner(page_size, kind), make_runner(page_size, kind.replace("window pool", "plain"))]
     ours, theirs = ATTENTION_BACKENDS["paged"](runners[0]), TorchNativeAttnBackend(runners[1])
     batches = [Batch(runner) for runner in runners]
-    layers = [make_layer(index, **option) for index, option in enumerate(options)]
+    layers = [make_layer(index, **option) for index, option in zip(ids, options, strict=True)]
     for seed, (mode, lengths) in enumerate(STEPS):
         step = [batch.step(mode, lengths) for batch in batches]
         ours.init_forward_metadata(step[0])
@@ -203,12 +212,12 @@ def test_chains_of_drafts_caps_and_sinks(backend: str, sglang_settings: Any) -> 
         assert_close(out.view(-1, HEADS, DIM), expected_of(batch, layer, q, lengths, softcap=5.0, sinks=sinks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
-def test_latents(dtype: torch.dtype, backend: str, sglang_settings: Any) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), [("hybrid latents", torch.float32), ("latents", torch.float8_e4m3fn)])
+def test_latents(kind: str, dtype: torch.dtype, backend: str, sglang_settings: Any) -> None:
     """Chunks, decodes and drafts over latents. The pool casts to fp8 without the scale of the layer."""
     register()
     sglang_settings.override("test", speculative_num_draft_tokens=3)
-    runner = make_runner(16, "latents", dtype=dtype)
+    runner = make_runner(16, kind, dtype=dtype)
     ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
     layer, scale = make_latent_layer(1), 1.0
     if dtype != torch.float32:
