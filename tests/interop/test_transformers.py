@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paged import UnsupportedError
-from tests.models.families import FAMILIES, tokens
+from tests.models.families import FAMILIES, PARTS, tokens, with_pictures
 from tests.operations import stand_in
 from tests.tolerance import assert_within
 
@@ -27,20 +27,24 @@ def interop() -> Any:
 
 
 def _model(family: str, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM, MiMoV2FlashConfig
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, MiMoV2FlashConfig
 
+    kind = AutoModelForCausalLM
     if family == "values of 16":
         # In layers with a window it has twice as many KV heads, for which the cache of transformers has no room.
         kinds = {"layer_types": ["full_attention"] * 2, "mlp_layer_types": ["dense"] * 2}
         sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
         sizes |= {"intermediate_size": 96, "vocab_size": FAMILIES["llama"].vocab_size, "initializer_range": 0.1}
         config = MiMoV2FlashConfig(head_dim=24, v_head_dim=16, **kinds, **sizes)
+    elif family == "qwen3_5 with images":
+        config = with_pictures("qwen3_5", PARTS["qwen3_5"].to_dict())
+        kind = AutoModelForImageTextToText
     else:
         config = FAMILIES["llama" if family == "heads of 512" else family]
         if family == "heads of 512":
             config.head_dim = 512
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval().to(device)
+    return kind.from_config(config).eval().to(device)
 
 
 def _params(kernels: str, names: str, marks: Any = ()) -> list[Any]:
@@ -99,7 +103,7 @@ def test_generate_batch_gives_the_same_tokens(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_5 with images", "lfm2_moe"])
 def test_hybrid_models_are_batched_with_the_weights_they_have(
     family: str, interop: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
