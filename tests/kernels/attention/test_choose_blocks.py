@@ -139,7 +139,6 @@ NUMBA_MUTATIONS = {
     "the root is not the worst": ("if heap[child] >= rank:", "if True:"),
     "the scale of another key": ("*= scratch[key_scales + j]", "*= scratch[key_scales]"),
     "8 bits are one bit off": ("number_of_e4m3(codes[start + i])", "number_of_e4m3(codes[start + i] >> 1)"),
-    "the sign of 8 bits is lost": ("number_of_e4m3(codes[start + i])", "number_of_e4m3(codes[start + i] & 0x7F)"),
 }  # fmt: skip
 
 

@@ -165,9 +165,10 @@ class TestPrompts:
         assert not in_pytorch.called
 
     @pytest.mark.thorough
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
     @pytest.mark.parametrize(
-        ("k_dtype", "v_dtype"), [(torch.int8, torch.bits4x2), (None, NVFP4), (torch.float8_e5m2, None)], ids=str
+        ("k_dtype", "v_dtype", "dtype"),
+        [(torch.int8, torch.bits4x2, BF16), (None, NVFP4, BF16), (torch.float8_e5m2, None, torch.float32)],
+        ids=str,
     )
     def test_keys_and_values_of_two_formats(
         self, k_dtype: torch.dtype | None, v_dtype: torch.dtype | None, dtype: torch.dtype

@@ -145,7 +145,10 @@ def test_templates_have_variables_of_any_name(served: Served) -> None:
             assert not is_taken or answer["error"]["param"] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("number", [errno.EAGAIN, errno.ENOMEM, errno.EMFILE])
+@pytest.mark.parametrize(
+    "number",
+    [errno.EAGAIN, *(pytest.param(other, marks=pytest.mark.thorough) for other in (errno.ENOMEM, errno.EMFILE))],
+)
 def test_no_more_processes_are_not_the_clients_fault(
     number: int, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
