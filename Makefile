@@ -51,7 +51,7 @@ test-all: $(VLLM) $(VLLM_BEFORE) $(SGLANG) $(HUB_KERNELS) $(FLASHINFER_BENCH)
 	PYTHONPATH=$(VLLM_BEFORE) $(PYTEST) $(HEADROOM)/vllm-before.json tests/vllm/test_steps.py
 	PYTHONPATH=$(SGLANG) $(PYTEST) $(HEADROOM)/sglang.json tests/sglang
 	$(BIN)/python -m tests.cpus --only AVX2 --only 'AVX-512 without VNNI and bfloat16' --tests build/headroom/test.json \
-		-n 2 --dist worksteal -m 'not thorough' -k 'not triton'
+		-n 2 --dist worksteal -m 'not thorough' -k 'not triton and not kernels_match_reference'
 	$(BIN)/python -m tests.headroom build/headroom/*.json
 
 # Every check and the tests of kernels on kernels as compiled for GPUs, by an executor on the CPU.
