@@ -9,19 +9,20 @@ import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
+from paged.models.families.block_draft_head import BLOCK_DRAFTER, BlockDraftHead
 from paged.models.families.config_keys import refuse_unread
 from paged.models.families.defaults import DEFAULTS
 from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
 from paged.models.families.llama import Llama
 from paged.models.families.network import Network, set_dtype
 from paged.models.families.streams_draft_head import StreamsDraftHead
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.kv_scales import is_kv_scale
 from paged.models.loading.weights import StoredTensors, Track, check_weights, load_weights, read_headers, untracked
-from paged.models.network_loader import text_tensors, with_stored_layout
-from paged.models.quantization.read import without_zero_biases
+from paged.models.network_loader import UNUSED, text_tensors, with_stored_layout
+from paged.models.quantization.read import as_stored, without_zero_biases
 
 # Value of the option `draft` for the head in the target's own checkpoint.
 MTP = Path("mtp")
@@ -43,6 +44,8 @@ def multi_token_prefix(config: DecoderConfig) -> str:
     Raises:
         UnsupportedError: no prefix is known for this model type.
     """
+    if config.block_drafter is not None:
+        return BLOCK_DRAFTER
     names = MULTI_TOKEN_HEADS.get(config.model_type)
     if names is None:
         known = ", ".join(MULTI_TOKEN_HEADS)
@@ -53,14 +56,16 @@ def multi_token_prefix(config: DecoderConfig) -> str:
 def load_draft_head(
     draft: Path, target: Network, folder: Path, dtype: torch.dtype, device: torch.device, track: Track = untracked
 ) -> DraftHead:
-    """Load a draft head: with "mtp" the head in the target's own `folder`, or the EAGLE-3 head in its own folder.
+    """Load a draft head: with "mtp" the one in the target's own `folder`, or the EAGLE-3 head in its own folder.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or misshapen, or the head's sizes differ from the target's.
         UnsupportedError: this architecture has no such head, or an option of the head is not supported.
     """
     with torch.device("meta"):
-        if draft == MTP:
+        if draft == MTP and target.config.block_drafter is not None:
+            head, stored = _block_drafter(target, folder)
+        elif draft == MTP:
             head, stored = _multi_token_head(target, folder)
         else:
             folder = draft
@@ -79,22 +84,50 @@ def load_draft_head(
     return head
 
 
-def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
-    config, prefix = target.config, multi_token_prefix(target.config)
-    names = MULTI_TOKEN_HEADS[config.model_type]
+def _block_drafter(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
+    drafter = target.config.block_drafter
+    assert drafter is not None
+    stored: StoredTensors = {}
+    for name, tensor in _head_tensors(target, folder, "main_proj").items():
+        if not UNUSED.search(name) and ".confidence_head." not in name:
+            stored[name] = tensor
+    config = _with_layers(target.config, drafter.num_layers, drafter.moe)
+    config = replace(config, quantization=as_stored(config.quantization, stored))
+    return BlockDraftHead(target, config), stored
+
+
+def _head_tensors(target: Network, folder: Path, projection: str) -> StoredTensors:
+    """Return the tensors of the head in the target's own checkpoint, by the family's names.
+
+    projection: name of one of them, for the error.
+    """
+    prefix = multi_token_prefix(target.config)
     named = text_tensors(type(target), target.config, read_headers(folder))
     stored = {name: tensor for name, tensor in named.items() if name.startswith(prefix)}
     if not stored:
-        raise CheckpointError(f"{prefix}{names.projection}: {folder} has no multi-token head; use it without a draft")
-    config = replace(
+        raise CheckpointError(f"{prefix}{projection}: {folder} has no multi-token head; use it without a draft")
+    return stored
+
+
+def _with_layers(config: DecoderConfig, count: int, moe: MoeConfig | None) -> DecoderConfig:
+    """Return a configuration with layers of a head behind its own. moe: experts of each."""
+    attention: AttentionConfig = config.mtp_attention or config.attention[-1]
+    return replace(
         config,
-        attention=(*config.attention, config.mtp_attention or config.attention[-1]),
-        moe=(*config.moe, config.moe[-1]),
-        recurrent=(*config.recurrent, None),
-        ngrams=(*config.ngrams, None),
-        attends=(*config.attends, True),
-        intermediate_size=(*config.intermediate_size, config.intermediate_size[-1]),
+        attention=(*config.attention, *[attention] * count),
+        moe=(*config.moe, *[moe] * count),
+        recurrent=(*config.recurrent, *[None] * count),
+        ngrams=(*config.ngrams, *[None] * count),
+        attends=(*config.attends, *[True] * count),
+        intermediate_size=(*config.intermediate_size, *[config.intermediate_size[-1]] * count),
     )
+
+
+def _multi_token_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
+    config, prefix = target.config, multi_token_prefix(target.config)
+    names = MULTI_TOKEN_HEADS[config.model_type]
+    stored = _head_tensors(target, folder, names.projection)
+    config = _with_layers(config, 1, config.moe[-1])
     layer_of_head, last_layer = f"{prefix}{names.layer}".removesuffix("."), f"model.layers.{config.num_layers - 1}"
     as_layer: StoredTensors = {}
     for name, tensor in stored.items():

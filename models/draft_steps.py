@@ -39,7 +39,12 @@ class DraftSteps:
 
     A token's features are needed when the next token runs. So the newest features of each sequence are kept: as many as
     rejected drafts can roll back.
+
+    Attributes:
+        most_drafts: most drafts of a sequence in a step; None for no limit.
     """
+
+    most_drafts: int | None = None
 
     def __init__(
         self, head: DraftHead, manager: PagedKvCacheManager, computing: Callable[[], AbstractContextManager[None]]

@@ -57,7 +57,7 @@ _FUSED_MLP = re.compile(r"model\.layers\.\d{1,9}\.(?:\w+\.)+gate_up_proj\.weight
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
 # Tensors of Qwen4-Exp that serve statistics, or that its authors' code makes and does not read; and those that choose
 # experts for pictures in DeepSeek-V4.1.
-_UNUSED = re.compile(
+UNUSED = re.compile(
     r"\.ple_embedding\.(?:hashstats_\w+|token_lookup)\Z|\bmodel\.norm\.block_inject_weight\.|\.gate\.bias_vl\Z"
 )
 _BODY_MODULE = re.compile(r"model\.\w+\.(?:weight|bias)\w*|model\.rotary_emb\.alpha")
@@ -327,8 +327,8 @@ def _tensors_of(
 
 
 def _is_unused(name: str, config: DecoderConfig) -> bool:
-    """Return whether a tensor belongs to a multi-token layer or to unused keys and values, or is of `_UNUSED`."""
-    if _UNUSED.search(name):
+    """Return whether a tensor belongs to a multi-token layer or to unused keys and values, or is of `UNUSED`."""
+    if UNUSED.search(name):
         return True
     match = _LAYER.match(name)
     if match is None:

@@ -19,8 +19,10 @@ from paged.kernels.core.device import NUMBA_DTYPES, use_triton
 from paged.kernels.core.launch import compile_all
 from paged.kernels.cpu.products import limit_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
+from paged.models.block_draft_steps import BlockDraftSteps
 from paged.models.device_memory import DeviceMemory
 from paged.models.draft_steps import DraftSteps
+from paged.models.families.block_draft_head import BlockDraftHead
 from paged.models.families.network import Network
 from paged.models.layers.sparse_moe import SparseMoe, capture_experts
 from paged.models.loading.huge_pages import move_to_huge_pages
@@ -106,8 +108,10 @@ class PagedCausalLM(DecoderOnlyLLM):
         )
         self.memory = DeviceMemory(network, kv_manager, self.graphs, self.num_positions)
         head = network.draft_head
-        self.drafts: DraftSteps | None = None
-        if head is not None:
+        self.drafts: DraftSteps | BlockDraftSteps | None = None
+        if isinstance(head, BlockDraftHead):
+            self.drafts = BlockDraftSteps(head, kv_manager, network.computing, self.num_positions)
+        elif head is not None:
             self.drafts = DraftSteps(head, kv_manager, network.computing)
         self.num_graph_replays = 0
         self.weights_generation = 0  # grows with every update of the weights

@@ -215,8 +215,9 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
     if load_options.draft is not None:
         network.draft_head = load_draft_head(load_options.draft, network, folder, dtype, device, track)
         if load_options.kv_cache_rotation is not None:
-            check_layer("the draft head", network.draft_head.attention, KEYS)
-    kv_config = sized_cache_config(_with_draft_layer(network), dtype, cache_dtypes, max_seq_len, load_options, ranks)
+            for attention in network.draft_head.attention:
+                check_layer("the draft head", attention, KEYS)
+    kv_config = sized_cache_config(_with_draft_layers(network), dtype, cache_dtypes, max_seq_len, load_options, ranks)
     ranks.see_that_same({"the cache's options": vars(kv_config) | {"device": None}})
     with ranks.apart():
         model = PagedCausalLM(
@@ -264,13 +265,18 @@ def _check_options(
             )
 
 
-def _with_draft_layer(network: Network) -> DecoderConfig:
-    """Return a configuration for the network's cache, with one more layer if it has a draft head."""
+def _with_draft_layers(network: Network) -> DecoderConfig:
+    """Return a configuration for the network's cache, with the layers of a draft head behind its own."""
     config, head = network.own_config, network.draft_head
     if head is None:
         return config
-    attention, recurrent = (*config.attention, head.attention), (*config.recurrent, None)
-    return replace(config, attention=attention, recurrent=recurrent, attends=(*config.attends, True))
+    count = len(head.layers)
+    return replace(
+        config,
+        attention=(*config.attention, *head.attention),
+        recurrent=(*config.recurrent, *[None] * count),
+        attends=(*config.attends, *[True] * count),
+    )
 
 
 def _fingerprint(model: PagedCausalLM, reads: FilesRead, load_options: LoadOptions) -> bytes:

@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft head of the target: a multi-token prediction head or an EAGLE-3 head."""
+"""Speculative decoding with a draft head of the target: a multi-token head, a drafter of blocks or an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class HeadProposer:
     Args:
         target: executor of the target.
         num_tokens: maximum number of drafts for a sequence. After the first draft, the head reads its own hidden state.
+            A drafter of blocks gives at most the drafts of one block.
 
     Raises:
         InvalidInputError: num_tokens is not positive.
@@ -39,7 +40,7 @@ class HeadProposer:
         model = target.model if isinstance(target, LlmExecutor) else None
         if not isinstance(model, PagedCausalLM) or model.drafts is None:
             raise UnsupportedError(f"{info.model_id}: no draft head; load it with draft='mtp' or the folder of a head")
-        self.num_tokens = num_tokens
+        self.num_tokens = min(num_tokens, model.drafts.most_drafts or num_tokens)
         self.vocab_size: int | None = info.vocab_size
         self._steps, self._longest = model.drafts, info.max_sequence_length
         self._sampler = Sampler(info.vocab_size, info.device)

@@ -26,7 +26,7 @@ from paged.models.families.hashed_tables import MAX_ORDER, MAX_ROWS, SEED_STEP, 
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network
 from paged.models.layers.compressed_cache import entries_layer, token_ids_index
-from paged.models.layers.config import CompressedConfig, DecoderConfig, EntrySharing
+from paged.models.layers.config import BlockDrafterConfig, CompressedConfig, DecoderConfig, EntrySharing, MoeConfig
 from paged.models.layers.decoder_config import count_layers, decoder_config
 from paged.models.layers.engram import GROUP
 from paged.models.layers.recurrent_config import EngramConfig
@@ -36,16 +36,8 @@ from paged.models.parallel.share import Share
 
 # Most ids of the hash, which the cache keeps as float32.
 _MAX_IDS = 1 << 24
-# Keys of its drafter, DSpark, which is not loaded.
-_OF_DRAFTER = (
-    "num_nextn_predict_layers",
-    "dspark_block_size",
-    "dspark_noise_token_id",
-    "dspark_target_layer_ids",
-    "dspark_markov_rank",
-    "dspark_n_routed_experts",
-    "dspark_num_experts_per_tok",
-)
+# Most layers of the drafter, and tokens of its blocks; published are 3 and 5.
+_MOST_DRAFT_LAYERS, _MOST_DRAFTS = 16, 32
 
 
 class DeepseekV41(Network):
@@ -65,16 +57,17 @@ class DeepseekV41(Network):
         main, compressed = rotations(hf)
         sizes = _layer_sizes(hf)
         ropes = tuple(compressed if layer.pool_size else main for layer in sizes)
-        for key in _OF_DRAFTER:
-            hf.value(key)
+        experts = routed_experts(hf)
         fields = shared_fields(hf) | {
             "rope": ropes,
             "compressed": sizes,
-            "moe": routed_experts(hf),
+            "moe": experts,
             "streams": streams_config(hf, num_iterations=hf.integer("hc_sinkhorn_iters"), single_pass=True),
             "ngrams": _engrams(hf),
         }
-        return decoder_config(hf, **fields)
+        config = decoder_config(hf, **fields)
+        window_alone = replace(config.attention[-1], rope=main, compressed=_window_alone(hf))
+        return replace(config, mtp_attention=window_alone, block_drafter=_block_drafter(hf, experts))
 
     def read_folder(self, folder: Path) -> None:
         """Read the tokenizer, by which tokens share ids in the hash of n-grams.
@@ -102,7 +95,7 @@ class DeepseekV41(Network):
 
     def set_caches(self, kv_manager: PagedKvCacheManager, max_seq_len: int) -> None:
         super().set_caches(kv_manager, max_seq_len)
-        attention = self.config.attention
+        attention = self.cached_attention
         for layer in self.layers:
             if isinstance(layer, StreamsLayer) and layer.engram is not None:
                 assert self.ids_of_tokens is not None
@@ -114,12 +107,12 @@ class DeepseekV41(Network):
 def _layer_sizes(hf: HfConfig) -> tuple[CompressedConfig, ...]:
     """Return the attention of each layer: a window, and for most layers entries of an earlier layer."""
     num_layers, source = count_layers(hf), hf.source
-    ratios = hf.items("compress_ratios", int)[:num_layers]  # more are of the drafter
+    ratios = hf.items("compress_ratios", int)[:num_layers]  # more are of the drafter, see `_block_drafter`
     if len(ratios) < num_layers:
         raise CheckpointError(f"{source}: {len(ratios)} compress_ratios for {num_layers} layers")
     if unknown := set(ratios) - {0, 1, 2}:
         raise UnsupportedError(f"{source}: compress_ratios has {min(unknown)}, known are 0, 1 and 2")
-    window_alone = replace(window_sizes(hf), norms_queries=False, record_bytes=MXFP8_BYTES)
+    window_alone = _window_alone(hf)
     kv_sources, index_sources = _source_layers(hf, "kv_source_layer_ids"), _source_layers(hf, "index_source_layer_ids")
     candidate_source = hf.integer("candidate_source_layer_id", -1, minimum=-1)
     num_blocks = hf.integer("candidate_topk_blocks", 0, minimum=0)
@@ -156,6 +149,39 @@ def _layer_sizes(hf: HfConfig) -> tuple[CompressedConfig, ...]:
             sizes = replace(sizes, index=replace(index, pool_size=ratio))
         layers.append(sizes)
     return tuple(layers)
+
+
+def _window_alone(hf: HfConfig) -> CompressedConfig:
+    """Return the attention of a layer with a window alone."""
+    return replace(window_sizes(hf), norms_queries=False, record_bytes=MXFP8_BYTES)
+
+
+def _block_drafter(hf: HfConfig, experts: MoeConfig) -> BlockDrafterConfig | None:
+    """Return the drafter (DSpark), by the keys that vLLM 0.33 reads; None without one. experts: of the target."""
+    source, num_target_layers = hf.source, count_layers(hf)
+    num_layers = hf.integer("num_nextn_predict_layers", 3, minimum=0, maximum=_MOST_DRAFT_LAYERS)
+    num_layers = hf.integer("n_mtp_layers", num_layers, minimum=0, maximum=_MOST_DRAFT_LAYERS)
+    taps = hf.items("dspark_target_layer_ids", int)
+    if not taps or not num_layers:
+        return None
+    if any(not 1 <= tap <= num_target_layers for tap in taps):
+        raise UnsupportedError(
+            f"{source}: dspark_target_layer_ids {shown(taps)}, expected layers from 1 to {num_target_layers}"
+        )
+    if any(hf.items("compress_ratios", int)[num_target_layers:]):
+        raise UnsupportedError(f"{source}: compress_ratios of the drafter's layers, expected 0: a window alone")
+    hf.choice("sample_from_anchor", True)
+    hf.choice("dspark_draft_topk")
+    num_experts = hf.integer("dspark_n_routed_experts", 0, minimum=0) or experts.num_experts
+    top_k = hf.integer("dspark_num_experts_per_tok", experts.top_k, maximum=num_experts)
+    return BlockDrafterConfig(
+        num_layers=num_layers,
+        block_size=hf.integer("dspark_block_size", maximum=_MOST_DRAFTS),
+        noise_token_id=hf.integer("dspark_noise_token_id", minimum=0, maximum=hf.integer("vocab_size") - 1),
+        taps=tuple(taps),
+        markov_rank=hf.integer("dspark_markov_rank"),
+        moe=replace(experts, num_experts=num_experts, top_k=top_k),
+    )
 
 
 def _source_layers(hf: HfConfig, key: str) -> list[int]:

@@ -191,8 +191,6 @@ class _EagleLayer(_Layer):
 class NamedHead(DraftHead):
     """A head in the target's own checkpoint, under the names of `HeadNames`; several drafts run it repeatedly."""
 
-    layer: DecoderLayer
-
     def __init__(
         self,
         target: Network,
@@ -202,7 +200,7 @@ class NamedHead(DraftHead):
         projections: Sequence[Linear],
     ) -> None:
         """config: the target's configuration with one more layer. projections: those that join the inputs."""
-        super().__init__(target, config, layer, config.vocab_size)
+        super().__init__(target, config, [layer], config.vocab_size)
         self.names, self.prefix = names, names.prefix.format(config.num_layers - 1)
         self.layer_prefix = f"{self.prefix}.{names.layer}".removesuffix(".")
         self.token_norm, self.hidden_norm = stream_norm(config), stream_norm(config)
@@ -214,7 +212,7 @@ class NamedHead(DraftHead):
 
     def destinations(self) -> Destinations:
         names, prefix = self.names, self.prefix
-        destinations = self.layer.destinations(self.layer_prefix)
+        destinations: Destinations = self.layer.destinations(self.layer_prefix)
         for projection in self.projections:
             assert isinstance(projection, Linear)
             destinations |= projection.destinations(prefix)
@@ -267,7 +265,7 @@ class Eagle3Head(DraftHead):
         layer_name: str,
     ) -> None:
         """config: configuration of the head, with one layer. layer_name: name of the layer in the checkpoint."""
-        super().__init__(target, config, _EagleLayer(config, 0, norms_residual=norms_residual), num_logits)
+        super().__init__(target, config, [_EagleLayer(config, 0, norms_residual=norms_residual)], num_logits)
         self.taps, self.layer_name = taps, layer_name
         self.fc = Linear(len(taps) * target.config.hidden_size, {"fc": config.hidden_size})
         self.offsets = nn.Parameter(torch.empty(num_logits, dtype=torch.int64), requires_grad=False)

@@ -23,7 +23,7 @@ from paged.kernels.layers.linear import linear
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
 from paged.models.layers.attention_options import WidthNorm
 from paged.models.layers.compressed_attention import CompressedAttention, CompressedPools, Pool
-from paged.models.layers.config import DecoderConfig
+from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
@@ -79,6 +79,7 @@ class DecoderLayer(nn.Module):
     ranks = Ranks()
     attention_class: type[Attention] = Attention
     latent_class: type[LatentAttention] = LatentAttention
+    compressed_class: type[CompressedAttention] = CompressedAttention
     mlp_class: type[PlainMlp] = PlainMlp
     experts: nn.Module | None
     before_attention: RmsNorm | None
@@ -126,7 +127,7 @@ class DecoderLayer(nn.Module):
         if layer.compressed is not None:
             if layer.compressed.sharing is not None:
                 return SharedEntriesAttention(config, index)
-            return CompressedAttention(config, index)
+            return self.compressed_class(config, index)
         if layer.shares_kv_with is not None:
             return SharedKvAttention(config, index)
         return self.attention_class(config, index)
@@ -270,7 +271,7 @@ class Network(nn.Module):
         renames: patterns in tensor names of a checkpoint, and their replacements.
         layer_class: class of the decoder layers.
         norm_class: makes the norm behind the last layer.
-        draft_head: the loaded multi-token or EAGLE-3 head; None for no head.
+        draft_head: the loaded multi-token head, block drafter or EAGLE-3 head; None for no head.
         kv_rotation: rotation of heads in the cache, as `kv_cache_rotation` in `LoadOptions`.
         uses_numba: whether the network was packed for a CPU with numba, and runs numba kernels.
     """
@@ -339,15 +340,12 @@ class Network(nn.Module):
         config = self.config
         layers, sources = list(self.layers), list(config.cache_layers)
         if self.draft_head is not None:
-            layers.append(cast("DecoderLayer", self.draft_head.layer))
-            sources.append(config.num_layers)
+            layers.extend(cast("Sequence[DecoderLayer]", self.draft_head.layers))
+            sources.extend(range(config.num_layers, len(layers)))
         rotations = self.rotations()
         tables = {rotation: self.rotary_table(*rotation, max_seq_len) for rotation in set(rotations)}
         held = HeldCaches()
-        all_attention = [*config.attention]
-        if self.draft_head is not None:
-            all_attention.append(self.draft_head.attention)
-        pools = CompressedPools(kv_manager, all_attention, held)
+        pools = CompressedPools(kv_manager, self.cached_attention, held)
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
             layer.set_states(kv_manager, index, len(layers))
             if layer.self_attn is None:
@@ -390,12 +388,17 @@ class Network(nn.Module):
                 if isinstance(layer.self_attn, Attention):
                     layer.self_attn.rotate_values()
 
+    @property
+    def cached_attention(self) -> tuple[AttentionConfig, ...]:
+        """The attention of each layer, the draft head's last."""
+        attention = self.config.attention
+        if self.draft_head is not None:
+            attention += self.draft_head.attention
+        return attention
+
     def rotations(self) -> list[tuple[RopeConfig | None, int]]:
         """Return each layer's rotation and the elements of a head that it rotates; the draft head's come last."""
-        attention = list(self.config.attention)
-        if self.draft_head is not None:
-            attention.append(self.draft_head.attention)
-        return [(layer.rope, layer.rotated_dim) for layer in attention]
+        return [(layer.rope, layer.rotated_dim) for layer in self.cached_attention]
 
     def rotary_table(self, rope: RopeConfig | None, size: int, max_positions: int) -> torch.Tensor:
         """Return the rotary table of the layers with a rotation of `size` elements, see `rope_table`."""

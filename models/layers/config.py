@@ -431,6 +431,27 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BlockDrafterConfig:
+    """Layers that draft a block of tokens in one forward (DSpark), see `BlockDraftHead`.
+
+    Attributes:
+        num_layers: number of the layers, whose attention is `mtp_attention`.
+        block_size: tokens of a block, each of which predicts the next one.
+        noise_token_id: input of a block behind its first token.
+        taps: layers of the target whose inputs the drafter reads, as in `DraftHead`.
+        markov_rank: size of the embedding of the token before, which adds to the logits.
+        moe: experts of each layer.
+    """
+
+    num_layers: int
+    block_size: int
+    noise_token_id: int
+    taps: tuple[int, ...]
+    markov_rank: int
+    moe: MoeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """A Llama-like decoder: norms, rotary grouped-query attention, MLPs or mixtures of experts.
 
@@ -463,6 +484,7 @@ class DecoderConfig:
         quantization: format of packed weights; None for plain weights.
         num_mtp_layers: extra layers at the end that predict tokens further ahead; they are not loaded.
         mtp_attention: attention of the extra layers; None for that of the last layer.
+        block_drafter: the extra layers, if they draft blocks of tokens; None for others.
         layer_input_size: size of a token's separate input to each layer; 0 for no such input.
         layer_input_vocab_size: rows of the embedding of the separate input.
         placeholder_ids: token ids whose embeddings an image, audio or video replaces. A step without media embeds them
@@ -501,6 +523,7 @@ class DecoderConfig:
     quantization: Quantization | None
     num_mtp_layers: int = 0
     mtp_attention: AttentionConfig | None = None
+    block_drafter: BlockDrafterConfig | None = None
     layer_input_size: int = 0
     layer_input_vocab_size: int = 0
     placeholder_ids: tuple[int, ...] = ()

@@ -1,9 +1,9 @@
-"""The base of all draft heads: a decoder layer between the target's embedding and LM head, or copies of both."""
+"""The base of all draft heads: decoder layers between the target's embedding and LM head, or copies of both."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,8 +29,8 @@ class DraftHead(nn.Module):
     """A draft head; subclasses differ in how they join their inputs.
 
     Attributes:
-        layer: the decoder layer of the head.
-        attention: the attention of this layer, which needs a cache.
+        layers: the decoder layers of the head, mostly one.
+        attention: the attention of each layer, which needs a cache.
         taps: indices of the target's layers whose inputs the head reads. The number of layers stands for the output of
             the last layer. Empty if the head reads the final hidden states.
         embed_tokens, lm_head: None if the head uses the target's.
@@ -39,19 +39,26 @@ class DraftHead(nn.Module):
 
     taps: tuple[int, ...] = ()
 
-    def __init__(self, target: Target, config: DecoderConfig, layer: nn.Module, num_logits: int) -> None:
-        """config: configuration of the head; its last layer is `layer`."""
+    def __init__(self, target: Target, config: DecoderConfig, layers: Sequence[nn.Module], num_logits: int) -> None:
+        """config: configuration of the head; its last layers are `layers`."""
         super().__init__()
-        self.vocab_size, self.layer = config.vocab_size, layer
-        self.attention = attention = config.attention[-1]
-        is_unknown = attention.window or attention.chunk_size or attention.softcap or attention.sinks
-        if is_unknown and attention.compressed is None:
-            raise UnsupportedError("draft: a head with a window, chunks, a soft cap or sinks in its attention")
+        self.vocab_size, self.layers = config.vocab_size, nn.ModuleList(layers)
+        self.attention = config.attention[-len(layers) :]
+        for attention in self.attention:
+            is_unknown = attention.window or attention.chunk_size or attention.softcap or attention.sinks
+            if is_unknown and attention.compressed is None:
+                raise UnsupportedError("draft: a head with a window, chunks, a soft cap or sinks in its attention")
         self.norm = stream_norm(config)
         self.embed_tokens: nn.Parameter | None = empty_parameter(config.vocab_size, config.hidden_size)
         self.lm_head: nn.Parameter | None = empty_parameter(num_logits, config.hidden_size)
         self.offsets: nn.Parameter | None = None
         self._embed, self._logits = target.embed, target.logits  # methods, so the target is no submodule
+
+    @property
+    def layer(self) -> Any:
+        """The layer of a head with one."""
+        (layer,) = self.layers
+        return layer
 
     def features(self, hidden: torch.Tensor, boundaries: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Return the features that the head reads from the target, [num_tokens, size of its features].

@@ -217,8 +217,8 @@ class LoadOptions:
             True for 1 to 256 in 23 sizes, False for no graphs. `warmup` of the executor or `prepare` of the model
             captures the graphs. None is True on a GPU; on a CPU with numba kernels it records decode steps, see
             `RECORDED_SIZES`. Steps that cannot be recorded run without a recording.
-        draft: "mtp" to draft with the multi-token head in the checkpoint, or the folder of an EAGLE-3 head; see
-            `HeadProposer`. None for no draft head.
+        draft: "mtp" to draft with the multi-token head or the drafter of blocks in the checkpoint, or the folder of an
+            EAGLE-3 head; see `HeadProposer`. None for no draft head.
         quantization: "int8" or "int4" to round the projections of a plain checkpoint while loading, on a CPU without
             Triton; None to keep the weights. Embeddings, head and routers stay plain. int8 also rounds the activations
             of each token; int4 has groups of 128 columns, or of 64 or 32.

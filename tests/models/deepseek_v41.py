@@ -5,6 +5,8 @@ The formulas are those of vLLM 0.33 (`vllm/models/deepseek_v41`).
 
 import json
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,8 @@ from torch.nn import functional
 from tests.models.formula_model import FormulaModel, Tensors
 
 VOCAB_SIZE = 128
-# As published, with fewer and smaller layers. Two layers with a window alone, two sources of ratio 2, one of ratio 1,
-# which also chooses candidates. Of 20 or 40 entries, a query attends to three.
+# As published, with fewer and smaller layers and no drafter. Two layers with a window alone, two sources of ratio 2,
+# one of ratio 1, which also chooses candidates. Of 20 or 40 entries, a query attends to three.
 SETTINGS: dict[str, Any] = {
     "model_type": "deepseek_v41_text",
     "vocab_size": VOCAB_SIZE,
@@ -53,7 +55,7 @@ SETTINGS: dict[str, Any] = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.5,
     "sliding_window": 8,
-    "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 0],  # the last is the drafter's
+    "compress_ratios": [0, 0, 2, 2, 2, 1, 1, 1, 1, 0, 0],  # the last two are the drafter's
     "compress_rope_theta": 160000,
     "kv_source_layer_ids": [2, 4, 5],
     "index_source_layer_ids": [2, 4, 5, 7],
@@ -74,7 +76,15 @@ SETTINGS: dict[str, Any] = {
     "engram_head_dim": 32,
     "engram_pad_token_id": 2,
     "engram_compressed_vocab_size": 100,
-    "num_nextn_predict_layers": 1,
+    "num_nextn_predict_layers": 2,
+}
+DRAFTER: dict[str, Any] = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 127,
+    "dspark_target_layer_ids": [4, 7, 9],  # 4 has n-grams, which its input does not contain; 9 is the last output
+    "dspark_markov_rank": 32,
+    "dspark_n_routed_experts": 4,
+    "dspark_num_experts_per_tok": 2,
 }
 # Each of the tokens from 100 on shares an id with one before: their texts differ in case, accents or spaces.
 SHARED = [token % 100 for token in range(VOCAB_SIZE)]
@@ -109,26 +119,61 @@ class DeepseekV41(FormulaModel):
 
     def __call__(self, ids: torch.Tensor) -> Any:
         config, tokens = self.config, ids[0]
-        embedded = self.tensors["embed.weight"][tokens]  # [T, D]
-        streams = embedded[:, None].expand(-1, config.hc_mult, -1)
-        weights = torch.zeros(config.hc_mult, dtype=embedded.dtype)
-        weights[0] = 1
-        weights = weights.expand(len(tokens), -1)
+        streams, weights = self._begin(tokens)
+        self.means: list[torch.Tensor] = []  # of all streams, before each layer and behind the last
         self.latents: dict[int, torch.Tensor] = {}  # of sources, before their rotation
         self.keys: dict[int, torch.Tensor] = {}
         self.choices: dict[int, torch.Tensor] = {}  # whether a token attends to an entry
         self.candidates: torch.Tensor | None = None
         for layer in range(config.num_hidden_layers):
-            name = f"layers.{layer}"
+            self.means.append(streams.mean(1))
             if layer in config.engram_layer_ids:
                 streams = self._engram(streams, tokens, layer)
-            for part, module in (("attn", self._attention), ("ffn", self._experts)):
-                x = self._norm((weights.unsqueeze(-1) * streams).sum(1), f"{name}.{part}_norm.weight")
-                weights, gains, shares = self._mixes(streams, f"{name}.hc_{part}")
-                output = module(x, layer)
-                streams = gains.unsqueeze(-1) * output[:, None] + shares.mT @ streams
+            attention = partial(self._attention, layer=layer)
+            streams, weights = self._layer(streams, weights, f"layers.{layer}", attention, config.num_experts_per_tok)
+        self.means.append(streams.mean(1))
         x = self._norm((weights.unsqueeze(-1) * streams).sum(1), "norm.weight")
         return SimpleNamespace(logits=(x @ self.tensors["head.weight"].T)[None])
+
+    def drafts(self, ids: Sequence[int], newest: Sequence[int]) -> torch.Tensor:
+        """Logits of the drafts behind `ids` and the first of `newest`; each other one is the draft before."""
+        config = self.config
+        self(torch.tensor([ids]))
+        means = torch.cat([self.means[index] for index in config.dspark_target_layer_ids], -1)
+        context = self._norm(self._product(means, "mtp.0.main_proj"), "mtp.0.main_norm.weight")  # [T, D]
+        streams, weights = self._begin(
+            torch.tensor([newest[0], *[config.dspark_noise_token_id] * (config.dspark_block_size - 1)])
+        )
+        num_layers, top_k = config.num_nextn_predict_layers, config.dspark_num_experts_per_tok
+        for layer in range(num_layers):
+            attention = partial(self._block_attention, context=context, name=f"mtp.{layer}.attn")
+            streams, weights = self._layer(streams, weights, f"mtp.{layer}", attention, top_k)
+        last = f"mtp.{num_layers - 1}"
+        x = self._norm((weights.unsqueeze(-1) * streams).sum(1), f"{last}.norm.weight")[: len(newest)]
+        before = self.tensors[f"{last}.markov_head.embed.weight"][torch.tensor(newest)]
+        return x @ self.tensors["head.weight"].T + self._product(before, f"{last}.markov_head.head")
+
+    def _begin(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The streams before the first layer, and their weights in its input."""
+        streams = self.tensors["embed.weight"][tokens][:, None].expand(-1, self.config.hc_mult, -1)  # [T, N, D]
+        weights = torch.zeros(streams.shape[:2], dtype=streams.dtype)
+        weights[:, 0] = 1
+        return streams, weights
+
+    def _layer(
+        self,
+        streams: torch.Tensor,
+        weights: torch.Tensor,
+        name: str,
+        attention: Callable[[torch.Tensor], torch.Tensor],
+        top_k: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        experts = partial(self._experts, name=f"{name}.ffn", top_k=top_k)
+        for part, module in (("attn", attention), ("ffn", experts)):
+            x = self._norm((weights.unsqueeze(-1) * streams).sum(1), f"{name}.{part}_norm.weight")
+            weights, gains, shares = self._mixes(streams, f"{name}.hc_{part}")
+            streams = gains.unsqueeze(-1) * module(x)[:, None] + shares.mT @ streams
+        return streams, weights
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return functional.rms_norm(x, x.shape[-1:], self.tensors[name], self.config.rms_norm_eps)
@@ -209,21 +254,47 @@ class DeepseekV41(FormulaModel):
         config, name = self.config, f"layers.{layer}.attn"
         positions = torch.arange(len(x))
         ratio = config.compress_ratios[layer]
-        q_latent = self._norm(self._product(x, f"{name}.wq_a"), f"{name}.q_norm.weight")
-        q = self._product(q_latent, f"{name}.wq_b").unflatten(-1, (-1, config.head_dim))
-        q = self._rotate(q, positions, scaled=ratio > 0)  # [T, H, D]
-        row = self._norm(self._product(x, f"{name}.wkv"), f"{name}.kv_norm.weight")
-        keys = self._rotate(row[:, None], positions, scaled=ratio > 0)[:, 0]  # [T, D]
+        keys = self._rows(x, positions, name, scaled=ratio > 0)
         distances = positions[:, None] - positions
         is_seen = (distances >= 0) & (distances < config.sliding_window)
         if ratio:
-            entries, chosen = self._entries(x, q_latent, layer, ratio)
+            entries, chosen = self._entries(x, self._query_latent(x, name), layer, ratio)
             keys, is_seen = torch.cat([keys, entries]), torch.cat([is_seen, chosen], 1)
+        return self._attend(x, positions, keys, is_seen, name, scaled=ratio > 0)
+
+    def _block_attention(self, x: torch.Tensor, context: torch.Tensor, name: str) -> torch.Tensor:
+        """Each row of a block behind `context` sees a window of it and the whole block."""
+        positions = len(context) + torch.arange(len(x))
+        before = self._rows(context, torch.arange(len(context)), name, scaled=False)[-self.config.sliding_window :]
+        keys = torch.cat([before, self._rows(x, positions, name, scaled=False)])
+        is_seen = torch.ones(len(x), len(keys), dtype=torch.bool)
+        return self._attend(x, positions, keys, is_seen, name, scaled=False)
+
+    def _query_latent(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return self._norm(self._product(x, f"{name}.wq_a"), f"{name}.q_norm.weight")
+
+    def _rows(self, x: torch.Tensor, positions: torch.Tensor, name: str, *, scaled: bool) -> torch.Tensor:
+        row = self._norm(self._product(x, f"{name}.wkv"), f"{name}.kv_norm.weight")
+        return self._rotate(row[:, None], positions, scaled=scaled)[:, 0]  # [T, D]
+
+    def _attend(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        is_seen: torch.Tensor,
+        name: str,
+        *,
+        scaled: bool,
+    ) -> torch.Tensor:
+        config = self.config
+        q = self._product(self._query_latent(x, name), f"{name}.wq_b").unflatten(-1, (-1, config.head_dim))
+        q = self._rotate(q, positions, scaled=scaled)  # [T, H, D]
         scores = torch.einsum("thd,kd->htk", q, keys) * config.head_dim**-0.5
         scores = scores.masked_fill(~is_seen, -torch.inf)
         sinks = self.tensors[f"{name}.attn_sink"][:, None, None].expand(-1, len(x), 1)
         shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        out = self._rotate(torch.einsum("htk,kd->thd", shares, keys), -positions, scaled=ratio > 0)
+        out = self._rotate(torch.einsum("htk,kd->thd", shares, keys), -positions, scaled=scaled)
         groups = out.flatten(1).unflatten(-1, (config.o_groups, -1))  # [T, G, H / G * D]
         down = self.tensors[f"{name}.wo_a.weight"].unflatten(0, (config.o_groups, -1))
         return self._product(torch.einsum("tgi,goi->tgo", groups, down).flatten(1), f"{name}.wo_b")
@@ -274,14 +345,14 @@ class DeepseekV41(FormulaModel):
             scores = scores.masked_fill(~is_candidate, -torch.inf)
         return _largest(scores, config.index_topk)
 
-    def _experts(self, x: torch.Tensor, layer: int) -> torch.Tensor:
-        config, name = self.config, f"layers.{layer}.ffn"
+    def _experts(self, x: torch.Tensor, name: str, top_k: int) -> torch.Tensor:
+        config = self.config
         scores = functional.softplus(self._product(x, f"{name}.gate")).sqrt()
-        chosen = (scores + self.tensors[f"{name}.gate.bias"]).topk(config.num_experts_per_tok).indices
+        chosen = (scores + self.tensors[f"{name}.gate.bias"]).topk(top_k).indices
         weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
         weights = weights / weights.sum(-1, keepdim=True) * config.routed_scaling_factor
         out = self._mlp(x, f"{name}.shared_experts")
-        for expert in range(config.n_routed_experts):
+        for expert in range(scores.shape[1]):
             out = out + weights[:, expert, None] * self._mlp(x, f"{name}.experts.{expert}")
         return out
 
@@ -319,8 +390,20 @@ def _drawn(config: Any) -> Tensors:
     tensors = {"embed.weight": normal(config.vocab_size, hidden) * 4, "head.weight": normal(config.vocab_size, hidden)}
     tensors["norm.weight"] = vector(hidden)
     heads, groups, group_rank = config.num_attention_heads * head, config.o_groups, config.o_lora_rank
-    for layer in range(config.num_hidden_layers):
-        name = f"layers.{layer}"
+    names = [f"layers.{layer}" for layer in range(config.num_hidden_layers)]
+    drafting = getattr(config, "dspark_target_layer_ids", [])
+    if drafting:
+        names += [f"mtp.{layer}" for layer in range(config.num_nextn_predict_layers)]
+        drafter_rank, last = config.dspark_markov_rank, names[-1]
+        tensors |= {
+            "mtp.0.main_proj.weight": normal(hidden, len(drafting) * hidden),
+            "mtp.0.main_norm.weight": vector(hidden),
+            f"{last}.norm.weight": vector(hidden),
+            f"{last}.markov_head.embed.weight": normal(config.vocab_size, drafter_rank) * 4,
+            f"{last}.markov_head.head.weight": normal(config.vocab_size, drafter_rank),
+            f"{last}.confidence_head.proj.weight": normal(1, hidden + drafter_rank),
+        }
+    for layer, name in enumerate(names):
         for part in ("attn", "ffn"):
             tensors[f"{name}.{part}_norm.weight"] = vector(hidden)
             tensors[f"{name}.hc_{part}_fn"] = normal((2 + count) * count, count * hidden)
@@ -354,10 +437,13 @@ def _drawn(config: Any) -> Tensors:
             tensors[f"{engram}.embed.weight"] = normal(rows, config.engram_head_dim) * 4
             tensors[f"{engram}.wkv.weight"] = normal((count + 1) * hidden, size)
             tensors[f"{engram}.q_weight"], tensors[f"{engram}.k_weight"] = vector(count, hidden), vector(count, hidden)
-        tensors[f"{name}.ffn.gate.weight"] = normal(config.n_routed_experts, hidden)
-        tensors[f"{name}.ffn.gate.bias"] = vector(config.n_routed_experts) - 0.5
+        num_experts = config.n_routed_experts
+        if layer >= config.num_hidden_layers:
+            num_experts = config.dspark_n_routed_experts
+        tensors[f"{name}.ffn.gate.weight"] = normal(num_experts, hidden)
+        tensors[f"{name}.ffn.gate.bias"] = vector(num_experts) - 0.5
         inner = config.moe_intermediate_size
-        experts = [f"experts.{expert}" for expert in range(config.n_routed_experts)]
+        experts = [f"experts.{expert}" for expert in range(num_experts)]
         for expert in (*experts, "shared_experts"):
             tensors[f"{name}.ffn.{expert}.w1.weight"] = normal(inner, hidden)
             tensors[f"{name}.ffn.{expert}.w2.weight"] = normal(hidden, inner)

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams
 from paged.errors import CheckpointError, PagedError, UnsupportedError
+from paged.executors.speculation.head_proposer import HeadProposer
 from paged.models.layers.engram import SharedIds
 from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import load_model, model_config
 from paged.serving.command_line.checkpoint_summary import summarize
 from tests.executors.engine_cases import check_pool_empty, run
-from tests.models.deepseek_v41 import SETTINGS, DeepseekV41
+from tests.models.deepseek_v41 import DRAFTER, SETTINGS, DeepseekV41
+from tests.models.drafts.test_draft_heads import drafts_after
 from tests.models.edits import WEIGHTS, assert_refused, edit_config
 from tests.models.families import Case, assert_same_logits, forward, logits_of, tokens
 from tests.models.test_deepseek_v4 import BLOCK, check_records, e4m3_error, go_on_from, mxfp4, scales_of_neighbours
@@ -216,13 +218,18 @@ def e4m3_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return codes.view_as(padded)[cut].contiguous(), scale, numbers[cut].contiguous()
 
 
-_PACKED = re.compile(r".*\.(?:wq_a|wkv|wq_b|wo_a|wo_b|w[123])\.weight")
+_PACKED = re.compile(r".*\.(?:main_proj|wq_a|wkv|wq_b|wo_a|wo_b|w[123])\.weight")
 
 
 @pytest.mark.thorough
 def test_published_formats(tmp_path: Path) -> None:
-    """e4m3 in blocks of 32 x 32, experts in MXFP4, tables in e4m3 with a scale for 32 numbers."""
-    save(tmp_path, head_dim=96, moe_intermediate_size=96, num_experts_per_tok=8)
+    """e4m3 in blocks of 32 x 32, experts in MXFP4, tables in e4m3 with a scale for 32 numbers; also of the drafter."""
+    experts = {
+        "num_experts_per_tok": 8,
+        "dspark_num_experts_per_tok": 4,
+    }  # all, because a changed choice is no rounding
+    settings = DRAFTER | {"head_dim": 96, "moe_intermediate_size": 96, **experts}
+    save(tmp_path, **settings)
     packed, numbers = dict(load_file(tmp_path / WEIGHTS)), dict(load_file(tmp_path / WEIGHTS))
     for name, weight in load_file(tmp_path / WEIGHTS).items():
         scales = torch.empty(0)
@@ -238,10 +245,10 @@ def test_published_formats(tmp_path: Path) -> None:
         else:
             continue
         packed[name.removesuffix("weight") + "scale"] = scales.to(torch.float8_e8m0fnu)
-    # Tensors for pictures and of the drafter are not read.
-    for name in ("layers.0.ffn.gate.bias_vl", "image_start", "vision.norm.weight", "mtp.0.main_norm.weight"):
+    # Tensors for pictures are not read.
+    for name in ("layers.0.ffn.gate.bias_vl", "mtp.0.ffn.gate.bias_vl", "image_start", "vision.norm.weight"):
         packed[name] = torch.zeros(8)
-    theirs = DeepseekV41(SETTINGS | {"head_dim": 96, "moe_intermediate_size": 96, "num_experts_per_tok": 8}, numbers)
+    theirs = DeepseekV41(SETTINGS | settings, numbers)
     save_file({name: tensor.contiguous() for name, tensor in packed.items()}, tmp_path / WEIGHTS)
     edit_config(tmp_path, quantization_config=FP8)
     model = load_model(tmp_path, block_size=BLOCK, num_blocks=64)
@@ -249,6 +256,59 @@ def test_published_formats(tmp_path: Path) -> None:
     # Only activations in front of experts are rounded.
     got, expected = model.forward_verify("a", prompt), logits_of(theirs, prompt)
     assert (got - expected).norm() < 2**-4 * expected.norm()
+    rows = torch.cat(drafts_after(tmp_path, "mtp", prompt, 9, 5))
+    expected = theirs.drafts(prompt, [9, *rows.argmax(-1).tolist()[:-1]])
+    assert (rows - expected).norm() < 2**-4 * expected.norm()
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.thorough)], indirect=True)
+def test_drafts(backend: str, tmp_path: Path) -> None:
+    """A whole block, behind wrong drafts that were rolled back; the window of eight positions begins in a block."""
+    theirs = save(tmp_path, **DRAFTER)
+    prompt = tokens(30, seed=4)
+    rows = torch.cat(drafts_after(tmp_path, "mtp", prompt, 9, 5))
+    newest = [9, *rows.argmax(-1).tolist()[:-1]]
+    assert_same_logits(rows, theirs.drafts(prompt, newest))
+
+
+def save_echo(folder: Path) -> DeepseekV41:
+    """Save a model that mostly continues a token with one that depends on it alone, and a drafter that knows which."""
+    theirs = DeepseekV41(SETTINGS | DRAFTER)
+    tensors = theirs.tensors
+    for name in tensors:
+        if re.search(r"\.(wo_b|w2|engram\.wkv)\.", name):
+            tensors[name] *= 0.13
+    following = torch.randperm(SETTINGS["vocab_size"], generator=torch.Generator().manual_seed(7))
+    tensors["head.weight"][following] = tensors["embed.weight"]
+    last = f"mtp.{SETTINGS['num_nextn_predict_layers'] - 1}.markov_head"
+    tensors[f"{last}.head.weight"][following] = 4 * tensors[f"{last}.embed.weight"]
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@pytest.mark.thorough
+def test_drafts_leave_the_text(tmp_path: Path) -> None:
+    """In chunks, behind hits, and preempted with and without swap; many drafts are accepted, some are rejected."""
+    theirs = save_echo(tmp_path)
+    beginning = tokens(24, seed=9)
+    prompts = [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    expected = [theirs.generate(torch.tensor([prompt]), 12)[0, len(prompt) :].tolist() for prompt in prompts]
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
+        ({"admission_tokens": 0}, {"num_blocks": 8}),
+        ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
+    ]
+    for settings, sizes in ways:
+        executor = LlmExecutor.from_pretrained(tmp_path, draft="mtp", block_size=BLOCK, **sizes)
+        engine = Engine(executor, EngineConfig(**settings), proposer=HeadProposer(executor, 8), eos_token_ids=())
+        assert run(engine, prompts, params) == expected
+        outputs = engine.generate(prompts[3:], params, progress=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected[3:]
+        metrics = engine.metrics
+        assert metrics.draft_tokens > metrics.accepted_tokens > metrics.draft_tokens / 4
+        assert bool(metrics.preempted) == ("admission_tokens" in settings)
+        check_pool_empty(executor)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, type[PagedError]]] = {
@@ -280,6 +340,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str, type[PagedError]]] = {
         CheckpointError,
     ),
     "tables": ({"engram_num_embeddings": [400]}, "expected layers below 9 and a number for each", CheckpointError),
+    "taps of the drafter": (
+        DRAFTER | {"dspark_target_layer_ids": [0, 9]},
+        r"dspark_target_layer_ids \[0, 9\], expected layers from 1 to 9",
+        UnsupportedError,
+    ),
+    "entries of the drafter": (
+        DRAFTER | {"compress_ratios": [*SETTINGS["compress_ratios"][:9], 0, 1]},
+        "compress_ratios of the drafter's layers, expected 0",
+        UnsupportedError,
+    ),
+    "blocks without an anchor": (
+        DRAFTER | {"sample_from_anchor": False},
+        "sample_from_anchor = False",
+        UnsupportedError,
+    ),
     "the limit": ({"swiglu_limit": 7.0}, "swiglu_limit = 7.0", UnsupportedError),
     "pictures": ({"vision_n_layers": 2}, "vision_n_layers = 2", UnsupportedError),
 }
