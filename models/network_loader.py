@@ -76,13 +76,15 @@ def load_network(
     track: Track = untracked,
     draft_prefix: str | None = None,
     kv_rotation: str | None = None,
+    kept_layers: tuple[int, ...] = (),
 ) -> Network:
     """Load a network with the weights of a folder, or of given tensors; with several ranks, this rank's part.
 
     Headers are compared with the configuration first, so that wrong sizes allocate no memory. Tensors whose names begin
     with `draft_prefix` are left to the draft head.
 
-    cache_kinds: of keys and values; None without a cache. kv_rotation: as `kv_cache_rotation` in `LoadOptions`.
+    cache_kinds: of keys and values; None without a cache. kv_rotation, kept_layers: as `kv_cache_rotation` and
+    `kv_cache_keep_layers` in `LoadOptions`.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected, stored twice, or has another shape or dtype; or a file is
@@ -112,16 +114,19 @@ def load_network(
     network.rotate_kv(kv_rotation)
     if cache_kinds is not None and any(kind.takes_scales for kind in cache_kinds):
         num_kv_heads = [attention.num_kv_heads for attention in config.attention]
-        scales = load_kv_scales(kv_scales, num_kv_heads, _filled_caches(config), device)
+        scales = load_kv_scales(kv_scales, num_kv_heads, _filled_caches(config, kept_layers), device)
+        for index, layer_scales in enumerate(scales):
+            if index in kept_layers:
+                layer_scales.clear()
         network.scale_caches(list(map(share.scales, config.attention, scales)), cache_kinds)
     return network
 
 
-def _filled_caches(config: DecoderConfig) -> list[str]:
-    """Return the letters of the caches that each layer fills: "kv", "k" for a latent, "" for none."""
+def _filled_caches(config: DecoderConfig, kept_layers: tuple[int, ...]) -> list[str]:
+    """Return the letters of the caches with scales that each layer fills: "kv", "k" for a latent, "" for none."""
     caches: list[str] = []
-    for attention, attends in zip(config.attention, config.attends, strict=True):
-        if not attends or attention.shares_kv_with is not None:
+    for index, attention in enumerate(config.attention):
+        if not config.attends[index] or attention.shares_kv_with is not None or index in kept_layers:
             caches.append("")
         elif attention.latent is not None:
             caches.append("k")

@@ -210,6 +210,7 @@ def _load_model(folder: Path, load_options: LoadOptions, ranks: Ranks, track: Tr
                 track=track,
                 draft_prefix=draft_prefix,
                 kv_rotation=load_options.kv_cache_rotation,
+                kept_layers=load_options.kv_cache_keep_layers,
             )
             network.read_folder(folder)
     if load_options.draft is not None:

@@ -338,6 +338,20 @@ def test_layers_that_keep_the_dtype_of_the_weights(folder: Path) -> None:
             load_model(folder, **options)
 
 
+@pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
+def test_scales_of_a_checkpoint_skip_kept_layers(kind: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They are of caches of 8 bits: nothing is told of a kept layer without scales, and no kernel gets them."""
+    logits: list[torch.Tensor] = []
+    for num_layers in (1, 2):
+        add(folder, num_layers, k_scale=torch.tensor(0.25), v_scale=torch.tensor(0.5))
+        model = load_model(folder, kv_cache_dtype=kind, kv_cache_keep_layers=[1])
+        layer = attention(model, 1)
+        assert layer.k_scale is layer.v_scale is layer.k_table_scale is layer.v_table_scale is None
+        logits.append(model.prefill("a", tokens(40)))
+    assert torch.equal(*logits)
+    assert caplog.messages == []
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "options", "message"),
