@@ -3,7 +3,9 @@
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from paged.cache.slot_memory import StateTensors
 from paged.errors import UnsupportedError
 from paged.models.cache_sizes import cache_config
 from paged.models.layers.recurrent import GatedDeltaNet
+from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.share import Share, cut
 from paged.models.registry import load_model, read_model_config
 from paged.step.metadata import NUM_STATE_ARRAYS, AttentionMetadata
@@ -78,6 +81,57 @@ def test_states_of_16_and_8_bits(tmp_path: Path) -> None:
     for rounded, budget in zip(logits[1:], list(budgets.values())[1:], strict=True):
         assert not torch.equal(rounded, logits[0])
         assert_within(rounded, logits[0], budget * logits[0].abs().amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "state_dtype"),
+    [
+        ("qwen3_5", "int8"),
+        *(
+            pytest.param(family, state_dtype, marks=pytest.mark.thorough)
+            for family in ("falcon_h1", "kimi_linear", "rwkv7")
+            for state_dtype in ("bfloat16", "int8")
+        ),
+    ],
+)
+def test_states_in_codes_move_exactly(family: str, state_dtype: str, tmp_path: Path) -> None:
+    """The same steps give the same bits through swaps and beside another sequence. Behind a hit and a fork, the state
+    is rounded after other tokens, because a slot that others read is not written."""
+    save_checkpoint(FAMILIES[family], tmp_path)
+    ids, rng = tokens(60), random.Random(2)
+    ends = [0, 16, 24, 25, 26, 29, 30, 38, *range(39, 61)]
+    options: dict[str, Any] = {"block_size": 8, "num_blocks": 64, "num_swap_blocks": 32, "state_dtype": state_dtype}
+    model = load_model(tmp_path, enable_prefix_cache=False, **options)
+    manager = model.kv_manager
+    expected = [last_logits(model, "first", ids[begin:end]) for begin, end in pairwise(ends)]
+    for (begin, end), row in zip(pairwise(ends), expected, strict=True):
+        handle = manager.get_handle("swapped")
+        if handle is not None and rng.random() < 0.5:
+            manager.swap_out(handle)
+            last_logits(model, "another", [begin])
+            manager.swap_in(handle)
+        assert torch.equal(last_logits(model, "swapped", ids[begin:end]), row), begin
+    model = load_model(tmp_path, **options)
+    manager = model.kv_manager
+    manager.allocate("published", token_ids=ids[:16])
+    last_logits(model, "published", ids[:16])
+    hit = manager.allocate("hit", token_ids=ids)
+    assert hit.num_tokens == 16
+    names = ["hit"]
+    for (begin, end), row in zip(pairwise(ends[1:]), expected[1:], strict=True):
+        if begin == 50:
+            manager.fork(hit, "fork")
+            names.append("fork")
+        for name in names:
+            assert_within(last_logits(model, name, ids[begin:end]), row, 0.04 * row.abs().max())
+    manager.check_integrity()
+
+
+def last_logits(model: PagedCausalLM, name: str, ids: list[int]) -> torch.Tensor:
+    """The logits after the next tokens of a sequence, which run alone."""
+    (logits,) = forward(model, {name: ids})
+    assert logits is not None
+    return logits
 
 
 def test_sizes_of_a_published_model(tmp_path: Path) -> None:
