@@ -26,6 +26,7 @@ from paged.executors.engine.async_engine import EngineStoppedError
 from paged.executors.engine.config import QueueFullError
 from paged.seq_id import SeqId
 from paged.serving.http import schemas
+from paged.serving.http.bodies import Body, read_body
 from paged.serving.http.chat import chat, read_again, template_variables
 from paged.serving.http.completions import complete, embed
 from paged.serving.http.errors import ApiError, as_api_error, reply
@@ -66,9 +67,7 @@ def make_app(service: Service, spans: RequestSpans | None = None) -> Gate:
     return Gate(app, service.config, end)
 
 
-def _endpoint(
-    answer: Callable[..., Awaitable[Response]], kind: type[schemas.Body]
-) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(answer: Callable[..., Awaitable[Response]], kind: type[Body]) -> Callable[[Request], Awaitable[Response]]:
     """Return an endpoint that reads the body and answers within the time limit from the request's arrival."""
 
     async def endpoint(request: Request) -> Response:
@@ -78,7 +77,7 @@ def _endpoint(
         try:
             async with asyncio.timeout(max(service.seconds_left(request), _LEAST_SECONDS)):
                 data = await request.body()
-                body = await service.in_thread(lambda: schemas.read_body(kind, data), len(data))
+                body = await service.in_thread(lambda: read_body(kind, data), len(data))
                 request.state.names = body.names
                 return await answer(body, request)
         except TimeoutError:

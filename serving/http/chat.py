@@ -16,8 +16,9 @@ from paged.serving.formats.answer_reader import AnswerReader
 from paged.serving.formats.answer_text import Delta
 from paged.serving.formats.tool_formats import TOOL_FORMATS, ToolFormat
 from paged.serving.http.answers import Event, Form, finite
+from paged.serving.http.bodies import excess_of
 from paged.serving.http.errors import ApiError, dumps
-from paged.serving.http.schemas import ChatBody, Grammar, Sampling, TokenizeBody, Tool, Untyped, excess_of
+from paged.serving.http.schemas import ChatBody, Grammar, Sampling, TokenizeBody, Tool, Untyped
 from paged.serving.http.service import Piece, service_of
 from paged.serving.text.replay import call_arguments
 from paged.serving.text.token_texts import TokenReader, TokenRow
