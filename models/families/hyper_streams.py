@@ -96,9 +96,10 @@ class StreamsLayer(DecoderLayer):
         streams = hidden[:, None].expand(-1, self.num_streams, -1)  # [T, N, hidden_size]
         if not self.is_single_pass:
             return OpenStreams(streams)
-        weights = torch.zeros(streams.shape[:2], device=hidden.device)
-        weights[:, 0] = 1
-        return OpenStreams(streams, weights=weights)
+        assert isinstance(self.attention_streams, HyperConnection)
+        factors = torch.zeros(len(hidden), len(self.attention_streams.base), device=hidden.device)
+        factors[:, 0] = 1
+        return OpenStreams(streams, weights=factors[:, : self.num_streams])
 
     @staticmethod
     def stream(hidden: torch.Tensor, residual: Any) -> torch.Tensor:

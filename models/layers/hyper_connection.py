@@ -29,11 +29,22 @@ class OpenStreams(NamedTuple):
     joins: torch.Tensor | None = None
     weights: torch.Tensor | None = None
 
+    @classmethod
+    def of_factors(cls, streams: torch.Tensor, factors: torch.Tensor) -> OpenStreams:
+        """Return streams whose weights and joins lie side by side, float32 [T, N + columns of joins].
+
+        All weights and joins of a model are such views, because a bound `mix_streams` keeps their strides.
+        """
+        count = streams.shape[1]
+        return cls(streams, factors[:, count:], factors[:, :count])
+
     def rows(self, rows: torch.Tensor) -> OpenStreams:
         """Return these rows of all tensors."""
         assert self.joins is not None
-        weights = None if self.weights is None else self.weights[rows]
-        return OpenStreams(self.streams[rows], self.joins[rows], weights)
+        streams, joins = self.streams[rows], self.joins[rows]
+        if self.weights is None:
+            return OpenStreams(streams, joins)
+        return OpenStreams.of_factors(streams, torch.cat([self.weights[rows], joins], 1))
 
     def closed(self, output: torch.Tensor) -> torch.Tensor:
         """Return the new streams, [T, N, hidden_size]. output: the part's, [T, hidden_size]."""
@@ -94,8 +105,7 @@ class HyperConnection(nn.Module):
         )
         if before.weights is None:
             return x, OpenStreams(joined, joins)
-        count = joined.shape[1]
-        return x, OpenStreams(joined, joins[:, count:], joins[:, :count])
+        return x, OpenStreams.of_factors(joined, joins)
 
     def destinations(self, parent: str) -> Destinations:
         """Return the three tensors; parent: name of the module that has them."""

@@ -9,6 +9,7 @@ import torch
 from tests.models.checkpoints import llama_checkpoint as llama_checkpoint
 from tests.models.checkpoints import llama_folder as llama_folder
 from tests.models.families import PACKABLE, save_checkpoint
+from tests.operations import check_bound_calls
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +17,12 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operations in place of Triton's interpreter, which takes over a second a forward. A GPU runs Triton."""
     if not torch.cuda.is_available():
         monkeypatch.setenv("PAGED_BACKEND", "torch")
+
+
+@pytest.fixture
+def bound_calls_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `check_bound_calls`."""
+    check_bound_calls(monkeypatch)
 
 
 @pytest.fixture

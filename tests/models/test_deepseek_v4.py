@@ -37,6 +37,8 @@ from tests.models.families import FAMILIES, Case, Families, assert_same_logits, 
 from tests.models.published_settings.settings import published
 from tests.tolerance import assert_within
 
+pytestmark = pytest.mark.usefixtures("bound_calls_are_alike")
+
 BLOCK = 8
 # Heads as published, whose rows fit records. All experts take part, because a changed choice is no rounding.
 _LARGE_HEADS = """DeepseekV4 deepseek_v4_layers routed_experts num_experts_per_tok=8 num_hidden_layers=3

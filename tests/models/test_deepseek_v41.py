@@ -24,6 +24,8 @@ from tests.models.edits import WEIGHTS, assert_refused, edit_config
 from tests.models.families import Case, assert_same_logits, forward, logits_of, tokens
 from tests.models.test_deepseek_v4 import BLOCK, check_records, e4m3_error, go_on_from, mxfp4, scales_of_neighbours
 
+pytestmark = pytest.mark.usefixtures("bound_calls_are_alike")
+
 # Sources of entries of two tokens have open pools.
 OPEN_LAYERS = [SETTINGS["num_hidden_layers"] + 1 + layer for layer in (2, 4)]
 # config.json of deepseek-ai/DeepSeek-V4.1-Flash, without its vision tower and inert keys.

@@ -17,6 +17,8 @@ from tests.models.families import FAMILIES, assert_same_logits, logits_of, save_
 from tests.models.kimi_k3 import KimiK3
 from tests.models.quantization.packers import compressed
 
+pytestmark = pytest.mark.usefixtures("bound_calls_are_alike")
+
 
 def _packed(theirs: KimiK3) -> Tensors:
     """Return the model's tensors with its experts in MXFP4, whose numbers the model then has; names have a prefix."""

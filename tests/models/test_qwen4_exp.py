@@ -13,6 +13,8 @@ from paged.serving.command_line.checkpoint_summary import summarize
 from tests.models.edits import Tensors, assert_refused, edit_config, edit_tensors
 from tests.models.families import FAMILIES, Case, assert_same_logits, save_checkpoint, tokens
 
+pytestmark = pytest.mark.usefixtures("bound_calls_are_alike")
+
 POOL, BLOCK = 4, 8
 _TABLES = "model.layers.0.ple.ple_embedding"
 
