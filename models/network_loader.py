@@ -118,6 +118,9 @@ def load_network(
         for index, layer_scales in enumerate(scales):
             if index in kept_layers:
                 layer_scales.clear()
+            for name, kind in zip(("k_scale", "v_scale"), cache_kinds, strict=True):
+                if kind.has_table_scale and name in layer_scales:  # that of all heads, also of other ranks
+                    layer_scales[name] = layer_scales[name].amax(0, keepdim=True)
         network.scale_caches(list(map(share.scales, config.attention, scales)), cache_kinds)
     return network
 

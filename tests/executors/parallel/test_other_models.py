@@ -1,17 +1,19 @@
 """Models over several processes that each test loads: while a module holds one, the processes take no other."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 from paged.errors import CheckpointError, UnsupportedError
+from paged.executors.llm_executor import LlmExecutor
 from paged.step.batch import UnifiedBatchItem, VerifyLogits
-from tests.executors.parallel.followers import Followers
-from tests.executors.parallel.spread import PROMPT, cases_of, load_case
+from tests.executors.parallel.followers import OPTIONS, Followers
+from tests.executors.parallel.spread import PROMPT, Case, cases_of, load_case
 from tests.models.edits import edit_tensors
-from tests.models.families import tokens
+from tests.models.families import save_family, tokens
 
 # What else layers are made of, each once. Where there are more processes than KV heads, some have the same ones.
 OTHERS = cases_of(
@@ -53,6 +55,19 @@ def test_states_are_forked_taken_back_swapped_and_found(name: str, tmp_path: Pat
         found = [manager.allocate("c", token_ids=PROMPT).num_cached_tokens for manager in case.managers()]
         assert found[0] == found[1] > 0
         case.same(UnifiedBatchItem("c", PROMPT[found[0] :], pos_offset=found[0]))
+
+
+@pytest.mark.thorough
+def test_scales_of_heads_for_nvfp4(tmp_path: Path, followers: Followers) -> None:
+    """All ranks divide by the scale of all heads, so that they round as one process does."""
+    save_family("llama", tmp_path)
+    scales: dict[str, torch.Tensor] = {}
+    for layer, letter in product(range(2), "kv"):
+        scales[f"model.layers.{layer}.self_attn.{letter}_scale"] = torch.tensor([0.001, 0.02])
+    edit_tensors(tmp_path, lambda tensors: tensors.update(scales))
+    options = OPTIONS | {"kv_cache_dtype": "nvfp4"}
+    with followers.load(tmp_path, 2, **options) as spread:
+        Case(LlmExecutor.from_pretrained(tmp_path, **options), spread).same(UnifiedBatchItem("a", PROMPT[:9]))
 
 
 def test_new_weights_reach_every_process(tmp_path: Path, followers: Followers) -> None:
