@@ -314,15 +314,21 @@ def _reduction(combine: _Combine) -> Any:
 sum_of, largest_of = _reduction(_sum), _reduction(larger.emit)
 
 
+def merged_sums(builder: ir.IRBuilder, vectors: Sequence[ir.Value], half: int) -> list[ir.Value]:
+    """Merge each two vectors into one: of every 2 * `half` lanes of both, the sums of the first and the last `half`."""
+    count = vectors[0].type.count
+    low = [i // half * 2 * half + i % half for i in range(count)]
+    high = [lane + half for lane in low]
+    pairs = zip(vectors[::2], vectors[1::2], strict=True)
+    return [_sum(builder, lanes_of(builder, a, b, low), lanes_of(builder, a, b, high)) for a, b in pairs]
+
+
 def store_sums(builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, vectors: Sequence[ir.Value]) -> None:
     """Store the sum of each vector's elements, as float32 or bfloat16; the number of vectors is a power of two."""
     count = half = len(vectors)
     sums = [_fold(builder, vector, count, _sum) for vector in vectors]
-    while half := half // 2:  # merge two vectors into one with the sums of their halves
-        low = [i // half * 2 * half + i % half for i in range(count)]
-        high = [lane + half for lane in low]
-        pairs = zip(sums[::2], sums[1::2], strict=True)
-        sums = [_sum(builder, lanes_of(builder, a, b, low), lanes_of(builder, a, b, high)) for a, b in pairs]
+    while half := half // 2:
+        sums = merged_sums(builder, sums, half)
     [total] = sums
     if pointer.type.pointee != _FLOAT:
         rounded = _rounded(builder, lanes_of(builder, total, total, [i % count for i in range(LANES)]))

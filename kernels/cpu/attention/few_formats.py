@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import kernel as nb
-from ..code_pairs import NUMBERS_PER_WORD, PAIR_CODES, PairCodes, columns_of_sums, pair_products, weighted_pair_sums
+from ..code_pairs import (
+    PAIR_CODES,
+    QUERY_COPIES,
+    PairCodes,
+    columns_of_sums,
+    pair_products,
+    query_lanes,
+    weighted_pair_sums,
+)
 from ..code_vectors import CODES, NUMBERS, Codes, code_products, weighted_code_sums
 from ..vectors import (
     HAS_WIDE_VECTORS,
@@ -35,9 +43,6 @@ _KEYS = 64
 _copied_bfloats = nb.bfloats if HAS_WIDE_VECTORS else nb.floats
 _add_to_one, _add_to_two, _add_to_four = weighted_sums(1), weighted_sums(2), weighted_sums(4)
 Step = Callable[..., Any]
-# Bytes of a cache line, and of scales by what makes a pointer to them.
-_LINE = 64
-_SCALE_BYTES = {nb.floats: 4, nb.bfloats: 2, nb.uint8s: 1}
 
 
 class Format(NamedTuple):
@@ -45,6 +50,7 @@ class Format(NamedTuple):
 
     Attributes:
         copy_query: copies a query.
+        query_copies: numbers of the copy of each number of a query.
         fetch: prefetches keys or values.
         fetch_scales: prefetches their scales.
         rows_scored: returns how many of a head's last rows `score` takes next.
@@ -60,6 +66,7 @@ class Format(NamedTuple):
     """
 
     copy_query: Step
+    query_copies: int
     fetch: Step
     fetch_scales: Step
     rows_scored: Step
@@ -74,35 +81,45 @@ class Format(NamedTuple):
     floats: tuple[Any, Any]
     scales: Any
 
+    @property
+    def query_floats(self) -> int:
+        """Return how many float32 numbers of scratch memory a copied query takes for each of its numbers."""
+        return -(-self.query_copies // 2)  # several copies are bfloat16
+
 
 @nb.device_function
-def _fetch_keys(cache, start, stride, head_stride, num_heads, size, begin, end):
-    """Prefetch a range of keys or values that are `stride` apart."""
-    for key in range(begin, end):
+def _fetch_rows(rows, start, stride, head_stride, num_heads, size, begin, end):
+    """Prefetch the rows of a range of keys that are `stride` apart. Adjacent heads are one row, and adjacent keys."""
+    start += begin * stride
+    num_keys = end - begin
+    if head_stride == size:
+        size *= num_heads
+        num_heads = 1
+    if stride == size:
+        size *= num_keys
+        num_keys = 1
+    for key in range(num_keys):
         for head in range(num_heads):
-            prefetch_row(cache, start + key * stride + head * head_stride, size)
+            prefetch_row(rows, start + key * stride + head * head_stride, size)
 
 
-@nb.device_function
-def _fetch_nibbles(cache, start, stride, head_stride, num_heads, size, begin, end):
-    _fetch_keys(cache, start, stride, head_stride, num_heads, size // 2, begin, end)
-
-
-def _fetch_scales_of(scales_per_line: int) -> Step:
-    """Return the step that prefetches the scales of a range of keys or values; many heads' lie in one cache line."""
+def _fetch_step(numbers_per_element: int) -> Step:
+    """Return the step that prefetches rows with so many numbers in an element, or scales of so many."""
 
     @nb.device_function
-    def fetch(scales, start, stride, head_stride, num_heads, begin, end):
-        heads_per_line = max(1, scales_per_line // max(1, head_stride))
-        for key in range(begin, end):
-            for head in range(0, num_heads, heads_per_line):
-                prefetch_row(scales, start + key * stride + head * head_stride, 1)
+    def fetch(rows, start, stride, head_stride, num_heads, size, begin, end):
+        _fetch_rows(rows, start, stride, head_stride, num_heads, size // numbers_per_element, begin, end)
 
     return fetch
 
 
+@nb.device_function
+def _fetch_row_scales(scales, start, stride, head_stride, num_heads, _size, begin, end):
+    _fetch_rows(scales, start, stride, head_stride, num_heads, 1, begin, end)
+
+
 @nb.inlined
-def _fetch_no_scales(_scales, _start, _stride, _head_stride, _num_heads, _begin, _end):
+def _fetch_no_scales(_scales, _start, _stride, _head_stride, _num_heads, _size, _begin, _end):
     pass
 
 
@@ -130,16 +147,15 @@ def _copy_in_turn(sums, start, factor, out, to, size):
             nb.store(out, to + chunk + 2 * i + 1, sums[start + chunk + LANES + i] * factor)
 
 
-def _copy_query_in_quarters(numbers: int) -> Step:
-    """Return the step that copies a query with every fourth of `numbers` numbers in turn."""
-    count = numbers // NUMBERS_PER_WORD
+def _copy_query_of_pairs(numbers: int) -> Step:
+    """Return the step that copies a query in the order of `pair_products`."""
+    lanes = tuple(query_lanes(numbers))
 
     @nb.device_function
     def copy_query(q, start, queries, to, size):
         for chunk in range(0, size, numbers):
-            for quarter in range(NUMBERS_PER_WORD):
-                for i in range(count):
-                    queries[to + chunk + quarter * count + i] = q[start + chunk + NUMBERS_PER_WORD * i + quarter]
+            for i in range(numbers * QUERY_COPIES):
+                queries[to + chunk * QUERY_COPIES + i] = q[start + chunk + lanes[i]]
 
     return copy_query
 
@@ -157,14 +173,10 @@ def _copy_pair_sums(numbers: int) -> Step:
     return copy_sums
 
 
-def _scores_by(products_of: Callable[[int, int], Any], num_rows: int, num_sums: int) -> Step:
-    """Return a function that computes the products of `num_rows` queries with keys in codes.
-
-    products_of: returns the intrinsic for a number of keys and of rows; see `code_products`.
-    num_sums: vectors of sums that it holds.
-    """
-    num_together = num_sums // num_rows
-    products, products_of_one = products_of(num_together, num_rows), products_of(1, num_rows)
+def _scores_by(codes: Codes, num_rows: int) -> Step:
+    """Return a function that computes the products of `num_rows` queries with keys in codes."""
+    num_together = LANES // num_rows  # as many vectors of sums fit into registers
+    products, products_of_one = code_products(codes, num_together, num_rows), code_products(codes, 1, num_rows)
 
     @nb.inlined
     def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
@@ -183,9 +195,24 @@ def _scores_by(products_of: Callable[[int, int], Any], num_rows: int, num_sums: 
     return score
 
 
-def _score_step(products_of: Callable[[int, int], Any], num_sums: int) -> Step:
-    """Return the step that computes scores of keys in codes; see `_scores_by`."""
-    score_one, score_two, score_four = (_scores_by(products_of, num_rows, num_sums) for num_rows in (1, 2, 4))
+def _pair_scores_by(pair_codes: PairCodes, numbers: int, num_rows: int) -> Step:
+    """Return a function that computes the products of `num_rows` queries with keys as pairs, 16 keys at once."""
+    products = pair_products(pair_codes, numbers, num_rows)
+
+    @nb.inlined
+    def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to):
+        for i in range(0, num_keys, LANES):
+            products(
+                queries, query, cache, key + i * stride, stride, scales, place + i * scale_stride, scale_stride, size,
+                scratch, to + i, _KEYS, min(LANES, num_keys - i),
+            )  # fmt: skip
+
+    return score
+
+
+def _score_step(scores_by: Callable[[int], Step]) -> Step:
+    """Return the step that computes scores of keys in codes. scores_by: returns a function for a number of rows."""
+    score_one, score_two, score_four = (scores_by(num_rows) for num_rows in (1, 2, 4))
 
     @nb.inlined
     def score(queries, query, cache, key, stride, scales, place, scale_stride, num_keys, size, scratch, to, num_rows):
@@ -200,14 +227,13 @@ def _score_step(products_of: Callable[[int, int], Any], num_sums: int) -> Step:
     return score
 
 
-def _weigh_step(sums_of: Callable[[int], Any], numbers_per_byte: int, num_scales: int, most_rows: int) -> Step:
+def _weigh_step(sums_of: Callable[[int], Any], numbers_per_byte: int, num_scales: int) -> Step:
     """Return the step that adds weighted values in codes.
 
     sums_of: returns the intrinsic for a number of rows; see `weighted_code_sums`.
     num_scales: scales of 32 numbers.
-    most_rows: rows that share reads of values, 2 or 4.
     """
-    add_to_one, add_to_two, add_to_most = sums_of(1), sums_of(2), sums_of(most_rows)
+    add_to_one, add_to_two, add_to_four = sums_of(1), sums_of(2), sums_of(4)
 
     @nb.inlined
     def weigh(
@@ -230,7 +256,7 @@ def _weigh_step(sums_of: Callable[[int], Any], numbers_per_byte: int, num_scales
         value += column // numbers_per_byte
         place = place + column // NUMBERS * num_scales
         if num_rows == 4:
-            add_to_most(
+            add_to_four(
                 scratch, sums, step, weights, _KEYS, cache, value, stride, scales, place, scale_stride, num_keys
             )
         elif num_rows == 2:
@@ -291,12 +317,6 @@ def _rows_together(num_rows):
     return 1
 
 
-@nb.device_function
-def _up_to_two(num_rows):
-    """Return how many of a head's last rows share the next reads of values of which a row has eight vectors of sums."""
-    return min(num_rows, 2)
-
-
 @nb.inlined
 def _weigh(scratch, sums, step, cache, value, stride, num_keys, size, weights, num_rows):
     """Add the weighted values of keys, `stride` apart, to the sums of 1, 2 or 4 rows.
@@ -349,21 +369,22 @@ def _copy_scaled(source, start, factor, target, to, size):
 def _format_of(codes: Codes) -> Format:
     """Return the steps for rows in codes, which are read as bytes and multiplied as float32."""
     pointers = nb.uint8s, nb.floats
-    fetch, copy_query, copy_sums = _fetch_keys, _copy_query, _copy_scaled
+    copy_query, copy_sums = _copy_query, _copy_scaled
     if codes.numbers_per_byte == 2:
-        fetch, copy_query, copy_sums = _fetch_nibbles, _copy_even_and_odd, _copy_in_turn
-    scale_weights, unit = _scale_step(codes.unit), 1.0
+        copy_query, copy_sums = _copy_even_and_odd, _copy_in_turn
+    fetch_scales, scale_weights, unit = _fetch_row_scales, _scale_step(codes.unit), 1.0
     if codes.group_scales is not None:
-        scale_weights, unit = _keep_weights, codes.unit
+        fetch_scales, scale_weights, unit = _fetch_step(NUMBERS // codes.num_scales), _keep_weights, codes.unit
     return Format(
         copy_query=copy_query,
-        fetch=fetch,
-        fetch_scales=_fetch_scales_of(_LINE // _SCALE_BYTES[codes.scales]),
+        query_copies=1,
+        fetch=_fetch_step(codes.numbers_per_byte),
+        fetch_scales=fetch_scales,
         rows_scored=_rows_together,
-        score=_score_step(partial(code_products, codes), LANES),
+        score=_score_step(partial(_scores_by, codes)),
         scale_weights=scale_weights,
         rows_weighed=_rows_together,
-        weigh=_weigh_step(partial(weighted_code_sums, codes), codes.numbers_per_byte, codes.num_scales, 4),
+        weigh=_weigh_step(partial(weighted_code_sums, codes), codes.numbers_per_byte, codes.num_scales),
         columns=NUMBERS,
         copy_sums=copy_sums,
         unit=unit,
@@ -377,14 +398,15 @@ def _format_of_pairs(pair_codes: PairCodes, numbers: int) -> Format:
     """Return the steps for rows of 4-bit codes beside bfloat16 queries, `numbers` at once."""
     pointers, codes = (nb.uint8s, nb.bfloats), pair_codes.codes
     return Format(
-        copy_query=_copy_query_in_quarters(numbers),
-        fetch=_fetch_nibbles,
-        fetch_scales=_fetch_scales_of(_LINE // _SCALE_BYTES[codes.scales]),
+        copy_query=_copy_query_of_pairs(numbers),
+        query_copies=QUERY_COPIES,
+        fetch=_fetch_step(codes.numbers_per_byte),
+        fetch_scales=_fetch_step(NUMBERS // codes.num_scales),
         rows_scored=_rows_together,
-        score=_score_step(partial(pair_products, pair_codes, numbers), LANES // 2),
+        score=_score_step(partial(_pair_scores_by, pair_codes, numbers)),
         scale_weights=_keep_weights,
-        rows_weighed=_up_to_two,
-        weigh=_weigh_step(partial(weighted_pair_sums, pair_codes, numbers), 2, codes.num_scales, 2),
+        rows_weighed=_rows_together,
+        weigh=_weigh_step(partial(weighted_pair_sums, pair_codes, numbers, _KEYS), 2, codes.num_scales),
         columns=numbers,
         copy_sums=_copy_pair_sums(numbers),
         unit=codes.unit,
@@ -403,7 +425,8 @@ FORMATS_OF_PAIRS = {
 }
 FORMATS[""] = Format(
     copy_query=_copy_query,
-    fetch=_fetch_keys,
+    query_copies=1,
+    fetch=_fetch_step(1),
     fetch_scales=_fetch_no_scales,
     rows_scored=_one_row,
     score=_score_unscaled,

@@ -124,7 +124,8 @@ def launch_for(call: AttentionCall, max_queries: int) -> NumbaLaunch:
     group = num_q_heads // num_kv_heads
     # Float32 numbers of a row: its query, scores, sums, and two numbers of the softmax. The scratch memory of a thread
     # is rounded up to cache lines of 64 bytes, so that threads share none.
-    row_size = size + _KEYS + v_size + 2
+    _, keys = _format_of(call.k_cache, call.q.dtype)
+    row_size = size * keys.query_floats + _KEYS + v_size + 2
     max_rows = max(max_queries * group, min(num_kv_heads * group, _SCRATCH_BYTES // (4 * row_size)))
     scratch_size = -(-max_rows * row_size // 16) * 16
     arguments: tuple[int | str, ...] = (

@@ -67,6 +67,7 @@ def attention_by(keys: Format, values: Format) -> Any:
     copy_query, fetch_keys, rows_scored, score = keys.copy_query, keys.fetch, keys.rows_scored, keys.score
     fetch_values, scale_weights, weigh, copy_sums = values.fetch, values.scale_weights, values.weigh, values.copy_sums
     rows_weighed, columns = values.rows_weighed, values.columns
+    query_copies, query_floats = keys.query_copies, keys.query_floats
     fetch_k_scales, fetch_v_scales = keys.fetch_scales, values.fetch_scales
 
     @nb.device_function
@@ -76,10 +77,10 @@ def attention_by(keys: Format, values: Format) -> Any:
         _, k_scale_slot, k_scale_head, _, v_scale_slot, v_scale_head = strides[11:]
         if are_values:
             fetch_values(caches[1], place, v_slot, v_head, num_heads, sizes[1], begin, end)
-            fetch_v_scales(scales[1], scale_place, v_scale_slot, v_scale_head, num_heads, begin, end)
+            fetch_v_scales(scales[1], scale_place, v_scale_slot, v_scale_head, num_heads, sizes[1], begin, end)
         else:
             fetch_keys(caches[0], place, k_slot, k_head, num_heads, sizes[0], begin, end)
-            fetch_k_scales(scales[0], scale_place, k_scale_slot, k_scale_head, num_heads, begin, end)
+            fetch_k_scales(scales[0], scale_place, k_scale_slot, k_scale_head, num_heads, sizes[0], begin, end)
 
     @nb.device_function
     def next_places(block_table, table, strides, block_size, are_values, key, head):
@@ -114,13 +115,13 @@ def attention_by(keys: Format, values: Format) -> Any:
         k_scale_block, k_scale_slot, k_scale_head, v_scale_block, v_scale_slot, v_scale_head = strides[11:]
         table, num_heads, of_head = seq * table_stride, end_head - head, num_queries * group
         rows = num_heads * of_head
-        scores = at + rows * size  # scores begin after the queries
+        scores = at + rows * size * query_floats  # scores begin after the queries
         sums = scores + rows * _KEYS
         largest, totals = sums + rows * v_size, sums + rows * (v_size + 1)
         for r in range(rows):
             member = (head + r // of_head) * group + r % group
             start = (row + r % of_head // group) * q_token + member * q_head
-            copy_query(q, start, queries, r * size, size)
+            copy_query(q, start, queries, r * size * query_copies, size)
             for i in range(v_size):
                 scratch[sums + r * v_size + i] = np.float32(0)
             scratch[largest + r], scratch[totals + r] = first_sum(sinks, member)
@@ -154,8 +155,8 @@ def attention_by(keys: Format, values: Format) -> Any:
                         )  # fmt: skip
                         to = scores + r * _KEYS + j
                         score(
-                            queries, r * size, k_cache, key, k_slot, k_scales, place, k_scale_slot, num_scores, size,
-                            scratch, to, num_rows,
+                            queries, r * size * query_copies, k_cache, key, k_slot, k_scales, place, k_scale_slot,
+                            num_scores, size, scratch, to, num_rows,
                         )  # fmt: skip
                         r += num_rows
                 j += run

@@ -261,7 +261,11 @@ NUMBA_MUTATIONS = {
         "+ 2 * i, sums[start + chunk + i]",
         "+ 2 * i, sums[start + chunk + LANES + i]",
     ),
-    "queries in another order than pairs of keys": ("pairs", "* i + quarter]", "* i + 3 - quarter]"),
+    "queries in another order than pairs of keys": (
+        "pairs",
+        "start + chunk + lanes[i]",
+        "start + chunk + lanes[i ^ 1]",
+    ),
     "pairs of sums in the order of memory": ("pairs", "to + chunk + columns[i]", "to + chunk + i"),
     "the first scale of values of a block": ("int8", "scales[place + key * stride]", "scales[place]"),
     "scales of keys of the next": ("int8", "place + i * scale_stride", "place + (i + 1) * scale_stride"),
