@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import shutil
 import socket
@@ -85,9 +84,10 @@ def serving(
             await server.serve(sockets=[listener])
 
     thread = threading.Thread(target=run, args=(serve(),))
-    # To collect among the objects of all tests, as a server does at its start, takes 0.7 s.
-    freezing_only = SimpleNamespace(collect=lambda: 0, freeze=gc.freeze, unfreeze=gc.unfreeze)
-    with mock.patch.object(protocol, "gc", freezing_only):
+    # To collect among the objects of all tests, as a server does at its start, takes 0.7 s. Without that it must not
+    # freeze objects either: what earlier tests dropped would then stay.
+    no_gc = SimpleNamespace(collect=lambda: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with mock.patch.object(protocol, "gc", no_gc):
         thread.start()
         assert begun.wait(HANG_S)
         try:
