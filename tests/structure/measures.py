@@ -79,11 +79,8 @@ def _types_handed_on(run: Callable[[], object], old_ids: set[int]) -> set[str]:
                 if is_ours and id(part) not in old_ids:
                     names.add(type(part).__name__)
 
-    sys.setprofile(note)
-    try:
+    with _profiled(note):
         run()
-    finally:
-        sys.setprofile(None)
     return names
 
 
@@ -173,12 +170,24 @@ def _calls_of(run: Callable[[], object]) -> Calls:
         elif event == "return":
             depth -= 1
 
+    with _profiled(note):
+        run()
+    return calls
+
+
+@contextmanager
+def _profiled(note: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Call `note` at calls and returns of this thread.
+
+    Garbage is not collected meanwhile: generators that earlier tests have left would be closed, which counts as calls.
+    """
+    gc.disable()
     sys.setprofile(note)
     try:
-        run()
+        yield
     finally:
         sys.setprofile(None)
-    return calls
+        gc.enable()
 
 
 @cache
