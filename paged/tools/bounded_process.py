@@ -159,6 +159,8 @@ class Branch:
 class Root:
     """Process with a loaded module, to make branches from. It starts on first use, and again after it has ended.
 
+    The process ends when its `Root` is dropped.
+
     Args:
         module: module whose `handler()` returns the function that answers requests, from bytes to bytes.
         niceness: niceness of the process; higher values give way to the caller's work.
@@ -167,8 +169,16 @@ class Root:
     def __init__(self, module: str, *, niceness: int = 0) -> None:
         self._arguments = [module, str(niceness)]
         self._forget()
+        # The root belongs to the parent. What is registered stays for ever, so it must not keep the root.
+        forget = weakref.WeakMethod(self._forget)
+
+        def forget_in_child() -> None:
+            method = forget()
+            if method is not None:
+                method()
+
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)  # the root belongs to the parent
+            os.register_at_fork(after_in_child=forget_in_child)
 
     def _forget(self) -> None:
         self._lock = threading.Lock()

@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import gc
 import json
 import os
 import resource
@@ -81,18 +80,19 @@ def test_memory_is_limited(root: Root) -> None:
 
 
 def test_branches_end_when_they_are_dropped(root: Root) -> None:
-    gc.collect()  # branches of earlier tests, in cycles with their errors
-    wait_until(lambda: len(branches_of(WORK)) <= 1)
+    told(root.branch(), "say", "a")  # starts the root
+    before = branches_of(WORK)
     branches = [root.branch() for _ in range(5)]
     assert [told(branch, "say", "a") for branch in branches] == ["a"] * 5
     for branch, kind in zip(branches, ["spin", "spin in C", "sleep"], strict=False):
         branch.send(json.dumps([kind, "b"]).encode(), cpu_s=3600, seconds=3600)
-    assert len(branches_of(WORK)) == 6
+    assert len(branches_of(WORK) - before) == 5
     branches[0].close()
     with pytest.raises(ProcessEndedError):
         branches[0].receive()
     del branch, branches
-    wait_until(lambda: len(branches_of(WORK)) == 1)
+    wait_until(lambda: not branches_of(WORK) - before)
+    assert told(root.branch(), "say", "a") == "a"
 
 
 def test_niceness_counts_beside_the_owner() -> None:
@@ -104,6 +104,15 @@ def test_niceness_counts_beside_the_owner() -> None:
     for pid in branches_of(WORK) - before:
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 7, 19)
         assert os.getsid(pid) == os.getsid(0)
+
+
+def test_a_root_ends_when_it_is_dropped() -> None:
+    own = Root(WORK)
+    before = branches_of(WORK)
+    assert told(own.branch(), "say", "a") == "a"
+    assert branches_of(WORK) - before
+    del own
+    wait_until(lambda: not branches_of(WORK) - before)
 
 
 def test_a_root_that_has_ended_starts_again() -> None:
