@@ -348,7 +348,7 @@ def _by_products(
             x.copy_(gates.mul_(normed).mean(1))
         else:
             kernels.gate({"logits_ptr": logits, "normed_ptr": normed, "x_ptr": x})
-        tensors["next_gains_ptr"].copy_(2 * sums[:, rank:].float().sigmoid())
+        torch.mul(sums[:, rank:].float().sigmoid(), 2, out=tensors["next_gains_ptr"])
 
     return compute
 

@@ -367,21 +367,28 @@ def save_multi_token_head(folder: Path) -> tuple[Any, Tensors]:
     return theirs, own
 
 
+# Settings of the engine, and sizes of the cache: in chunks, preempted, and preempted with swap.
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
+    ({"admission_tokens": 0}, {"num_blocks": 8}),
+    ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
+]
+
+
+def prompts_with_hits() -> list[list[int]]:
+    """Return three prompts, and three that begin alike."""
+    beginning = tokens(24, seed=9)
+    return [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
+
+
 @pytest.mark.thorough
 def test_drafts_leave_the_text(tmp_path: Path) -> None:
     """In chunks, behind hits at ends of blocks, and preempted with and without swap; some drafts are rejected."""
     save_multi_token_head(tmp_path)
-    beginning = tokens(24, seed=9)
-    prompts = [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
-    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts, params = prompts_with_hits(), SamplingParams(temperature=0, max_tokens=12)
     plain = Engine(LlmExecutor.from_pretrained(tmp_path, num_blocks=256, block_size=BLOCK), eos_token_ids=())
     expected = [run(plain, [prompt], params)[0] for prompt in prompts]
-    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
-        ({"admission_tokens": 0}, {"num_blocks": 8}),
-        ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
-    ]
-    for settings, sizes in ways:
+    for settings, sizes in WAYS:
         executor = LlmExecutor.from_pretrained(tmp_path, draft="mtp", block_size=BLOCK, **sizes)
         engine = Engine(executor, EngineConfig(**settings), proposer=HeadProposer(executor, 3), eos_token_ids=())
         assert run(engine, prompts, params) == expected

@@ -22,7 +22,16 @@ from tests.models.deepseek_v41 import DRAFTER, SETTINGS, DeepseekV41
 from tests.models.drafts.test_draft_heads import drafts_after
 from tests.models.edits import WEIGHTS, assert_refused, edit_config
 from tests.models.families import Case, assert_same_logits, forward, logits_of, tokens
-from tests.models.test_deepseek_v4 import BLOCK, check_records, e4m3_error, go_on_from, mxfp4, scales_of_neighbours
+from tests.models.test_deepseek_v4 import (
+    BLOCK,
+    WAYS,
+    check_records,
+    e4m3_error,
+    go_on_from,
+    mxfp4,
+    prompts_with_hits,
+    scales_of_neighbours,
+)
 
 pytestmark = pytest.mark.usefixtures("bound_calls_are_alike")
 
@@ -157,16 +166,9 @@ def test_cuts_see_the_fault(fault: str, case: Case, monkeypatch: pytest.MonkeyPa
 def test_preempted_requests_go_on(tmp_path: Path) -> None:
     """In chunks, behind hits at ends of blocks, and preempted with and without swap."""
     theirs = save(tmp_path)
-    beginning = tokens(24, seed=9)
-    prompts = [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
-    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts, params = prompts_with_hits(), SamplingParams(temperature=0, max_tokens=12)
     expected = [theirs.generate(torch.tensor([prompt]), 12)[0, len(prompt) :].tolist() for prompt in prompts]
-    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
-        ({"admission_tokens": 0}, {"num_blocks": 8}),
-        ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
-    ]
-    for settings, sizes in ways:
+    for settings, sizes in WAYS:
         executor = LlmExecutor.from_pretrained(tmp_path, block_size=BLOCK, **sizes)
         engine = Engine(executor, EngineConfig(**settings), eos_token_ids=())
         assert run(engine, prompts, params) == expected
@@ -292,16 +294,9 @@ def save_echo(folder: Path) -> DeepseekV41:
 def test_drafts_leave_the_text(tmp_path: Path) -> None:
     """In chunks, behind hits, and preempted with and without swap; many drafts are accepted, some are rejected."""
     theirs = save_echo(tmp_path)
-    beginning = tokens(24, seed=9)
-    prompts = [*(tokens(19, seed=seed) for seed in range(3)), *([*beginning, *tokens(9, seed=i)] for i in range(3))]
-    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts, params = prompts_with_hits(), SamplingParams(temperature=0, max_tokens=12)
     expected = [theirs.generate(torch.tensor([prompt]), 12)[0, len(prompt) :].tolist() for prompt in prompts]
-    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"chunk_size": 16, "token_budget": 40}, {"num_blocks": 256, "num_state_slots": 9}),
-        ({"admission_tokens": 0}, {"num_blocks": 8}),
-        ({"admission_tokens": 0, "preemption": "swap"}, {"num_blocks": 8, "num_swap_blocks": 64}),
-    ]
-    for settings, sizes in ways:
+    for settings, sizes in WAYS:
         executor = LlmExecutor.from_pretrained(tmp_path, draft="mtp", block_size=BLOCK, **sizes)
         engine = Engine(executor, EngineConfig(**settings), proposer=HeadProposer(executor, 8), eos_token_ids=())
         assert run(engine, prompts, params) == expected

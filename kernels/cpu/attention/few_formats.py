@@ -406,7 +406,9 @@ def _format_of_pairs(pair_codes: PairCodes, numbers: int) -> Format:
         score=_score_step(partial(_pair_scores_by, pair_codes, numbers)),
         scale_weights=_keep_weights,
         rows_weighed=_rows_together,
-        weigh=_weigh_step(partial(weighted_pair_sums, pair_codes, numbers, _KEYS), 2, codes.num_scales),
+        weigh=_weigh_step(
+            partial(weighted_pair_sums, pair_codes, numbers, _KEYS), codes.numbers_per_byte, codes.num_scales
+        ),
         columns=numbers,
         copy_sums=_copy_pair_sums(numbers),
         unit=codes.unit,
