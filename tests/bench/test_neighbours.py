@@ -47,6 +47,7 @@ def test_they_end_without_their_owner(started: list[int]) -> None:
         wait_until(lambda: not is_alive(started[0]))
 
 
+@pytest.mark.usefixtures("frozen_objects")
 def test_cores_left_are_those_of_two_busy_processes() -> None:
     start = time.process_time()
     assert 0 < cores_left(2, 0.3) <= 2.1

@@ -154,7 +154,8 @@ LARGE: list[tuple[str, dict[str, Any]]] = [
 BLAMED = {"system": "messages", "instructions": "input"}
 
 
-@pytest.mark.thorough  # a minute
+@pytest.mark.thorough  # ten seconds
+@pytest.mark.usefixtures("frozen_objects")
 def test_hostile_bodies_do_not_stop_the_loop(served: Served) -> None:
     """No gap is longer than what Python takes to read 4 MB of zeros twice, 100 to 180 ms; each error has a name."""
     plain = b"[" + repeated(b"0") + b"]"
