@@ -77,7 +77,7 @@ class BlockDraftRun:
     ) -> None:
         self._head, self._num_drafts, self._lengths, self._tables = head, num_drafts, lengths, tables
         self._block_size, self._device, self._num_steps = manager.config.block_size, manager.device, 0
-        self._logits = torch.empty(0)
+        self._hidden = self._logits = self._rows = self._embeddings = torch.empty(0)
 
     def logits(self, sequences: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits of the drafts behind the last tokens of some sequences, int64 [n]: float32 [n, V].
@@ -87,10 +87,22 @@ class BlockDraftRun:
         token_ids = token_ids.clamp(min=0)
         if self._num_steps == 0:
             self._logits = self._run_blocks(token_ids)
-        (rows,) = to_device((np.array(sequences, np.int64),), self._device)
-        logits = self._logits[rows, self._num_steps] + self._head.markov_logits(token_ids)
+        (self._rows,) = to_device((np.array(sequences, np.int64),), self._device)
+        self._embeddings = self._head.markov_embeddings(token_ids)
+        logits = self._logits[self._rows, self._num_steps] + self._head.markov_logits(self._embeddings)
         self._num_steps += 1
         return logits
+
+    def confidences(self) -> torch.Tensor | None:
+        """Return the estimated probabilities that the drafts of the last `logits` are accepted, float32 [n].
+
+        They hold if all drafts before are accepted. None if the drafter has no confidence head.
+        """
+        head = self._head.confidence_head
+        if head is None:
+            return None
+        confidences: torch.Tensor = head(self._hidden[self._rows, self._num_steps - 1], self._embeddings)
+        return confidences
 
     def _run_blocks(self, newest: torch.Tensor) -> torch.Tensor:
         """Return the logits without those of tokens before, float32 [n, num_drafts, V]. newest: int64 [n]."""
@@ -102,5 +114,6 @@ class BlockDraftRun:
         step.seq_lens = np.repeat(self._lengths + size, size).astype(np.int32)
         step.max_seqlen_k = int(step.seq_lens.max())
         hidden = self._head(newest, step.over(to_device(step.arrays, self._device)))  # [n, size, hidden_size]
-        logits = self._head.logits(hidden[:, : self._num_drafts].flatten(0, 1))
+        self._hidden = hidden[:, : self._num_drafts]
+        logits = self._head.logits(self._hidden.flatten(0, 1))
         return logits.view(num_sequences, self._num_drafts, -1)

@@ -89,11 +89,12 @@ def _block_drafter(target: Network, folder: Path) -> tuple[DraftHead, StoredTens
     assert drafter is not None
     stored: StoredTensors = {}
     for name, tensor in _head_tensors(target, folder, "main_proj").items():
-        if not UNUSED.search(name) and ".confidence_head." not in name:
+        if not UNUSED.search(name):
             stored[name] = tensor
+    has_confidence_head = any(".confidence_head." in name for name in stored)
     config = _with_layers(target.config, drafter.num_layers, drafter.moe)
     config = replace(config, quantization=as_stored(config.quantization, stored))
-    return BlockDraftHead(target, config), stored
+    return BlockDraftHead(target, config, has_confidence_head=has_confidence_head), stored
 
 
 def _head_tensors(target: Network, folder: Path, projection: str) -> StoredTensors:

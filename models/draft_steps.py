@@ -164,3 +164,6 @@ class DraftRun:
         self._features = self._features.index_copy(0, rows, features)
         self._num_steps += 1
         return self._head.logits(hidden)
+
+    def confidences(self) -> None:
+        """Return None: these heads do not estimate whether a draft is accepted."""

@@ -67,7 +67,7 @@ class EngineMetrics:
         cached_tokens: prompt tokens found in the cache.
         decode_tokens: tokens run for decoding sequences, drafts included.
         generated_tokens: new tokens of all outputs.
-        draft_tokens, accepted_tokens: drafts proposed, and drafts accepted.
+        draft_tokens, accepted_tokens: drafts verified, and drafts accepted.
         time_to_first_token: time from a request's arrival to its first token.
         time_per_output_token: time per token after the first, mean over all completions of a request.
         step_time: time of a whole step.

@@ -72,6 +72,15 @@ class Drafts(NamedTuple):
         """Return empty drafts for each completion."""
         return cls([[] for _ in range(num_completions)])
 
+    def first(self, counts: Sequence[int]) -> Drafts:
+        """Return the first `counts[i]` drafts of completion i."""
+        token_ids = []
+        for drafted, count in zip(self.token_ids, counts, strict=True):
+            token_ids.append(drafted[:count])
+        if self.probs is None:
+            return Drafts(token_ids)
+        return Drafts(token_ids, self.probs[:, : max(counts)])
+
 
 # Logits after masks and biases, and the penalties that are still to be applied.
 _Ruled = tuple[torch.Tensor, Penalties | None]

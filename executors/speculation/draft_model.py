@@ -15,6 +15,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import row_matrix
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.executors.speculation.drafting import cut_limits, draw
+from paged.kernels.core.errors import as_float
 from paged.seq_id import SeqId
 from paged.step.batch import UnifiedBatch, UnifiedBatchItem
 
@@ -36,20 +37,31 @@ class DraftModel:
 
     Args:
         num_tokens: maximum number of drafts for a sequence.
+        min_probability: verify the drafts up to the first whose estimated probability of acceptance, together with all
+            drafts before it, is lower. The estimate for a draft is the largest probability that the draft model gives
+            to a token there.
         token_budget: tokens per step to prefill texts that the draft model has not seen.
 
     Raises:
-        InvalidInputError: num_tokens is not positive.
+        InvalidInputError: num_tokens is not positive, or min_probability is not from 0 to 1.
         UnsupportedError: the executor has no cache manager, or cannot roll tokens back.
     """
 
-    def __init__(self, executor: ModelExecutor, num_tokens: int = 4, *, token_budget: int = 2048) -> None:
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        num_tokens: int = 4,
+        *,
+        token_budget: int = 2048,
+        min_probability: float = 0.0,
+    ) -> None:
         if num_tokens < 1:
             raise InvalidInputError(f"num_tokens: {num_tokens}, expected at least 1")
         info, manager = executor.info(), executor.kv_manager
         if manager is None or not executor.capabilities().supports_truncate:
             raise UnsupportedError(f"{info.model_id}: a draft model needs a cache manager that can truncate")
         self.num_tokens = num_tokens
+        self._min_probability = as_float("min_probability", min_probability, 0, 1)
         self.vocab_size: int | None = info.vocab_size
         self._executor = executor
         self._manager = manager
@@ -82,14 +94,16 @@ class DraftModel:
             if items:
                 self._executor.unified_decode(UnifiedBatch(items))
             return Drafts.empty(len(completions))
-        drafts = draw(self._sampler, completions, limits, active, run)
+        drafts, num_verified = draw(
+            self._sampler, completions, limits, active, run, min_probability=self._min_probability
+        )
         ran_tokens = []
         for row in active:
             sequence = self._sequences[completions[row].seq_id]
             sequence.length, sequence.drafts = completions[row].num_tokens, drafts.token_ids[row]
             ran_tokens.append((sequence.handle, sequence.drafts[:-1]))
         self._manager.append_tokens(ran_tokens)
-        return drafts
+        return drafts.first(num_verified)
 
     def forget(self, completion: Completion) -> None:
         self._sequences.pop(completion.seq_id, None)

@@ -101,11 +101,18 @@ def draw(
     limits: Sequence[int],
     active: Sequence[int],
     run: Callable[[Sequence[int], torch.Tensor | None], torch.Tensor],
-) -> Drafts:
+    *,
+    min_probability: float = 0.0,
+    confidences: Callable[[], torch.Tensor | None] | None = None,
+) -> tuple[Drafts, list[int]]:
     """Draw `limits` drafts (one or more each), token by token, for the completions with indices `active`.
 
+    Returns all drafts, and how many to verify of each completion: those that are accepted, together with all drafts
+    before, with a probability of at least `min_probability`.
+
     run: maps indices of n completions and their last drafts (int64 [n] on the device, None at first) to the logits [n,
-    V] of their next drafts.
+    V] of their next drafts. confidences: the estimated probabilities of acceptance, float32 [n], of the drafts that
+    `run` has just returned. Without them, the estimate is the largest probability of the logits.
 
     Raises:
         PagedError: all logits of a row are NaN or -inf.
@@ -114,6 +121,9 @@ def draw(
     width = max(limits[row] for row in drawn)
     drafts = torch.full((len(completions), width), NO_TOKEN, dtype=torch.int64, device=device)
     probs: torch.Tensor | None = None
+    estimates: torch.Tensor | None = None
+    if min_probability > 0:
+        estimates = torch.ones(drafts.shape, device=device)
     index, newest = index_tensor(active, device), None
     for position in range(width):
         logits = run(active, newest)
@@ -123,17 +133,41 @@ def draw(
             if probs is None:
                 probs = shares.new_zeros(len(completions), width, shares.shape[1])
             probs[index, position] = shares
+        if estimates is not None:
+            estimates[index, position] = _estimate(logits, confidences)
         following = [row for row in active if position + 1 < limits[row]]
         if following != active:
             active, index = following, index_tensor(following, device)
         newest = drafts[index, position]
     token_ids = Drafts.empty(len(completions)).token_ids
-    table = drafts.tolist()
+    num_verified = [0] * len(completions)
+    columns = drafts
+    if estimates is not None:
+        is_verified = (estimates.cumprod(1) >= min_probability).cumprod(1)  # [n, width]
+        columns = torch.cat([drafts, is_verified.sum(1, keepdim=True)], 1)  # one tensor, because each copy waits
+    table = columns.tolist()
     for row in drawn:
         token_ids[row] = table[row][: limits[row]]
+        num_verified[row] = limits[row]
         if min(token_ids[row]) < 0:
             raise PagedError(f"the draft model returned no token for {completions[row]!r}")
-    return Drafts(token_ids, probs)
+        if estimates is not None:
+            num_verified[row] = min(limits[row], table[row][width])
+    return Drafts(token_ids, probs), num_verified
+
+
+def _estimate(logits: torch.Tensor, confidences: Callable[[], torch.Tensor | None] | None) -> torch.Tensor:
+    """Return the estimated probabilities that the drafts drawn from logits [n, V] are accepted, float32 [n].
+
+    An estimate depends on the drafts before, never on the draft itself. Rejection sampling is exact if a verified draft
+    has the distribution that it was drawn from; without the drafts of low probability it would have another. In greedy
+    requests, the largest probability is that of the draft.
+    """
+    if confidences is not None:
+        estimates = confidences()
+        if estimates is not None:
+            return estimates
+    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
 def aligned_drafts(drafts: Drafts, decodes: Sequence[Completion], completions: Sequence[Completion]) -> Drafts:

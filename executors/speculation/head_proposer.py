@@ -14,6 +14,7 @@ from paged.executors.requests.request import Completion
 from paged.executors.sampling.rows import index_tensor
 from paged.executors.sampling.sampler import Drafts, Sampler
 from paged.executors.speculation.drafting import cut_limits, draw
+from paged.kernels.core.errors import as_float
 from paged.models.paged_lm import PagedCausalLM
 
 
@@ -27,13 +28,16 @@ class HeadProposer:
         target: executor of the target.
         num_tokens: maximum number of drafts for a sequence. After the first draft, the head reads its own hidden state.
             A drafter of blocks gives at most the drafts of one block.
+        min_probability: verify the drafts up to the first whose estimated probability of acceptance, together with all
+            drafts before it, is lower. The estimate for a draft is that of the confidence head, if there is one, else
+            the largest probability that the head gives to a token there.
 
     Raises:
-        InvalidInputError: num_tokens is not positive.
+        InvalidInputError: num_tokens is not positive, or min_probability is not from 0 to 1.
         UnsupportedError: the target was loaded without a head.
     """
 
-    def __init__(self, target: ModelExecutor, num_tokens: int = 4) -> None:
+    def __init__(self, target: ModelExecutor, num_tokens: int = 4, *, min_probability: float = 0.0) -> None:
         if num_tokens < 1:
             raise InvalidInputError(f"num_tokens: {num_tokens}, expected at least 1")
         info = target.info()
@@ -41,6 +45,7 @@ class HeadProposer:
         if not isinstance(model, PagedCausalLM) or model.drafts is None:
             raise UnsupportedError(f"{info.model_id}: no draft head; load it with draft='mtp' or the folder of a head")
         self.num_tokens = min(num_tokens, model.drafts.most_drafts or num_tokens)
+        self._min_probability = as_float("min_probability", min_probability, 0, 1)
         self.vocab_size: int | None = info.vocab_size
         self._steps, self._longest = model.drafts, info.max_sequence_length
         self._sampler = Sampler(info.vocab_size, info.device)
@@ -82,4 +87,13 @@ class HeadProposer:
 
         active_limits = [limits[row] for row in active]
         with torch.no_grad(), self._steps.drafting(handles, active_limits) as steps:
-            return draw(self._sampler, completions, limits, active, run)
+            drafts, num_verified = draw(
+                self._sampler,
+                completions,
+                limits,
+                active,
+                run,
+                min_probability=self._min_probability,
+                confidences=steps.confidences,
+            )
+            return drafts.first(num_verified)

@@ -5,8 +5,7 @@ row attends to all rows of its block and to a window before it. Keys of the wind
 hidden states, so they depend on the tokens up to their position alone, like the target's, and lie in the same blocks of
 the cache. Only the logits depend on the drafts before: a product of the embedding of the last draft adds to them.
 
-The formulas are those of vLLM 0.33 (`vllm/models/deepseek_v41/nvidia/dspark.py`). Like vLLM without its adaptive
-verification, the drafter keeps all drafts and does not read the confidence head.
+The formulas are those of vLLM 0.33 (`vllm/models/deepseek_v41/nvidia/dspark.py`).
 """
 
 from __future__ import annotations
@@ -20,12 +19,14 @@ from torch.nn import functional
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.linear import linear
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
+from paged.models.families.hyper_streams import StreamsLayer
 from paged.models.families.network import Network, quantize
 from paged.models.layers.compressed_attention import CompressedAttention
+from paged.models.layers.confidence_head import ConfidenceHead
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder import Linear, empty_parameter, stream_norm
 from paged.models.layers.draft_head import DraftHead
+from paged.models.layers.hyper_connection import OpenStreams
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata
 
@@ -75,7 +76,7 @@ class BlockDraftHead(DraftHead):
     Shapes: n blocks of B tokens.
     """
 
-    def __init__(self, target: Network, config: DecoderConfig) -> None:
+    def __init__(self, target: Network, config: DecoderConfig, *, has_confidence_head: bool = False) -> None:
         """config: the target's configuration with the drafter's layers behind its own."""
         drafter, first = config.block_drafter, target.config.num_layers
         assert drafter is not None
@@ -84,9 +85,12 @@ class BlockDraftHead(DraftHead):
         self.embed_tokens = self.lm_head = None
         self.taps, self.block_size, self.noise_token_id = drafter.taps, drafter.block_size, drafter.noise_token_id
         self.main_proj = Linear(len(self.taps) * config.hidden_size, {"main_proj": config.hidden_size})
-        self.main_norm, self.norm = stream_norm(config), StreamsNorm(config)
+        self.main_norm = stream_norm(config)
         self.markov_embed = empty_parameter(config.vocab_size, drafter.markov_rank)
         self.markov_head = empty_parameter(config.vocab_size, drafter.markov_rank)
+        self.confidence_head: ConfidenceHead | None = None
+        if has_confidence_head:
+            self.confidence_head = ConfidenceHead(config.hidden_size, drafter.markov_rank)
         if config.quantization is not None:
             self.main_proj.quantize(f"{BLOCK_DRAFTER}0", config.quantization)
             for index, layer in enumerate(layers):
@@ -106,7 +110,7 @@ class BlockDraftHead(DraftHead):
             layer.self_attn.write_context(features, metadata)
 
     def forward(self, newest: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:  # type: ignore[override]
-        """Return hidden states after the final norm, [n, B, hidden_size].
+        """Return hidden states before the final norm, [n, B, hidden_size].
 
         newest: int64 [n], the first token of each block. metadata: of n * B sequences, see `BlockAttention`.
         """
@@ -115,12 +119,22 @@ class BlockDraftHead(DraftHead):
         hidden, residual = self.embed(input_ids.flatten()), None  # [n * B, hidden_size]
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, metadata.positions, metadata, None)
-        normed: torch.Tensor = self.norm(hidden, residual)[0]
-        return normed.view(len(newest), self.block_size, -1)
+        assert isinstance(residual, OpenStreams)
+        mixed = residual.mixed(residual.closed(hidden))  # [n * B, hidden_size]
+        return mixed.view(len(newest), self.block_size, -1)
 
-    def markov_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return what the tokens before, int64 [n], add to the logits, float32 [n, vocab_size]."""
-        return linear(functional.embedding(token_ids, self.markov_embed), self.markov_head).float()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits without those of the tokens before, float32 [n, vocab_size]. hidden: of `forward`."""
+        normed, _ = self.norm(hidden)
+        return super().logits(normed)
+
+    def markov_embeddings(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return embeddings of the tokens before, [n, markov_rank]. token_ids: int64 [n]."""
+        return functional.embedding(token_ids, self.markov_embed)
+
+    def markov_logits(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return what the tokens before add to the logits, float32 [n, vocab_size]."""
+        return linear(embeddings, self.markov_head).float()
 
     def destinations(self) -> Destinations:
         first, last = f"{BLOCK_DRAFTER}0", f"{BLOCK_DRAFTER}{len(self.layers) - 1}"
@@ -128,6 +142,8 @@ class BlockDraftHead(DraftHead):
         destinations |= self.norm.destinations(f"{last}.norm")
         destinations[f"{last}.markov_head.embed.weight"] = self.markov_embed
         destinations[f"{last}.markov_head.head.weight"] = self.markov_head
+        if self.confidence_head is not None:
+            destinations |= self.confidence_head.destinations(f"{last}.confidence_head")
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, _BlockLayer)
             destinations |= layer.destinations(f"{BLOCK_DRAFTER}{index}")

@@ -134,11 +134,7 @@ class StreamsNorm(RmsNorm):
             normed, streams = self.head(residual, self, x)
             return normed, streams.streams
         joined = residual.closed(x)
-        if residual.weights is None:
-            mixed = joined.mean(1)
-        else:
-            mixed = (residual.weights.unsqueeze(-1) * joined).sum(1).to(joined.dtype)
-        normed, _ = super().forward(mixed)
+        normed, _ = super().forward(residual.mixed(joined))
         return normed, joined
 
     def destinations(self, prefix: str) -> Destinations:

@@ -23,6 +23,7 @@ from paged.kernels.layers.linear import linear
 from paged.models.layers.attention import Attention, HeldCaches, SharedKvAttention
 from paged.models.layers.attention_options import WidthNorm
 from paged.models.layers.compressed_attention import CompressedAttention, CompressedPools, Pool
+from paged.models.layers.confidence_head import ConfidenceHead
 from paged.models.layers.config import AttentionConfig, DecoderConfig
 from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import decoder_config
@@ -609,11 +610,23 @@ class Network(nn.Module):
         return destinations
 
 
+# Modules with weights that are float32 in models of any dtype.
+_WITH_FLOAT32 = (
+    CompressedAttention,
+    ConfidenceHead,
+    HyperConnection,
+    LearnedRotation,
+    Pool,
+    RecurrentLayer,
+    SparseMoe,
+)
+
+
 def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except norms and routers, which stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, (CompressedAttention, HyperConnection, LearnedRotation, Pool, RecurrentLayer, SparseMoe)):
+        if isinstance(module, _WITH_FLOAT32):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.has_float32_weight:
             module.float()

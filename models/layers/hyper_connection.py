@@ -51,6 +51,12 @@ class OpenStreams(NamedTuple):
         joined = join_streams(self.streams, output, self.joins, compute=torch.float32)
         return joined.to(self.streams.dtype)
 
+    def mixed(self, closed: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the new streams by their weights, or their mean, [T, hidden_size]."""
+        if self.weights is None:
+            return closed.mean(1)
+        return (self.weights.unsqueeze(-1) * closed).sum(1).to(closed.dtype)
+
 
 class HyperConnection(nn.Module):
     """Streams to a part's input by `mix_streams`; its weights are float32 in models of any dtype.

@@ -193,6 +193,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, adapters: str) -> None
         help="drafts from the model's own multi-token head, or from a folder with an EAGLE-3 head or a draft model; 4 "
         "per step unless --speculate says N",
     )
+    engine.add_argument(
+        "--draft-min-probability",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="with --draft, verify drafts up to the first that is accepted with a lower probability, by the drafter's "
+        "estimate; 0 verifies all",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -413,6 +421,8 @@ def _proposer(target: LlmExecutor, args: argparse.Namespace) -> Proposer | None:
     from paged.executors.speculation.prompt_lookup import PromptLookup
 
     count = args.speculate
+    if args.draft is None and args.draft_min_probability:
+        raise InvalidInputError(f"--draft-min-probability {args.draft_min_probability}: expected --draft beside it")
     if args.draft is None and count is None:
         return None
     if args.draft is None:
@@ -420,8 +430,13 @@ def _proposer(target: LlmExecutor, args: argparse.Namespace) -> Proposer | None:
     if count is None:
         count = 4
     if target.capabilities().has_draft_head:
-        return HeadProposer(target, count)
-    return DraftModel(_executor(checkpoint_folder(args.draft), args), count, token_budget=args.token_budget)
+        return HeadProposer(target, count, min_probability=args.draft_min_probability)
+    return DraftModel(
+        _executor(checkpoint_folder(args.draft), args),
+        count,
+        token_budget=args.token_budget,
+        min_probability=args.draft_min_probability,
+    )
 
 
 def _run(engine: Engine, requests: Sequence[PromptRequest], *, is_streamed: bool, shows_bar: bool) -> tuple[int, float]:

@@ -26,7 +26,7 @@ OPTIONS = """
     --prompt --prompts --system --count -n --max-new-tokens --temperature --top-k --top-p --min-p --repetition-penalty
     --presence-penalty --seed --stop --device --dtype --kv-cache-dtype --block-size --num-blocks
     --num-swap-blocks --max-seq-len --lora --max-lora-rank --chunk-size --token-budget --max-num-seqs --speculate
-    --draft --none
+    --draft --draft-min-probability --none
 """.split()
 FLAGS = [["--chat"], ["--ignore-eos"], ["--parse-special"], ["--json"], ["--he"]]
 

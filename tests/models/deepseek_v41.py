@@ -135,8 +135,11 @@ class DeepseekV41(FormulaModel):
         x = self._norm((weights.unsqueeze(-1) * streams).sum(1), "norm.weight")
         return SimpleNamespace(logits=(x @ self.tensors["head.weight"].T)[None])
 
-    def drafts(self, ids: Sequence[int], newest: Sequence[int]) -> torch.Tensor:
-        """Logits of the drafts behind `ids` and the first of `newest`; each other one is the draft before."""
+    def drafts(self, ids: Sequence[int], newest: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [n, V] and confidences [n] of the drafts behind `ids` and the first of `newest`.
+
+        Each other one of `newest` is the draft before.
+        """
         config = self.config
         self(torch.tensor([ids]))
         means = torch.cat([self.means[index] for index in config.dspark_target_layer_ids], -1)
@@ -149,9 +152,12 @@ class DeepseekV41(FormulaModel):
             attention = partial(self._block_attention, context=context, name=f"mtp.{layer}.attn")
             streams, weights = self._layer(streams, weights, f"mtp.{layer}", attention, top_k)
         last = f"mtp.{num_layers - 1}"
-        x = self._norm((weights.unsqueeze(-1) * streams).sum(1), f"{last}.norm.weight")[: len(newest)]
+        mixed = (weights.unsqueeze(-1) * streams).sum(1)[: len(newest)]
+        x = self._norm(mixed, f"{last}.norm.weight")
         before = self.tensors[f"{last}.markov_head.embed.weight"][torch.tensor(newest)]
-        return x @ self.tensors["head.weight"].T + self._product(before, f"{last}.markov_head.head")
+        logits = x @ self.tensors["head.weight"].T + self._product(before, f"{last}.markov_head.head")
+        confidences = self._product(torch.cat([mixed, before], -1), f"{last}.confidence_head.proj").sigmoid()
+        return logits, confidences.squeeze(-1)
 
     def _begin(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The streams before the first layer, and their weights in its input."""

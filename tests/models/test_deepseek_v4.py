@@ -405,7 +405,7 @@ def test_multi_token_head(tmp_path: Path) -> None:
     theirs, own = save_multi_token_head(tmp_path)
     config = theirs.config
     prompt, newest = tokens(30, seed=4), 9
-    (row,) = drafts_after(tmp_path, "mtp", prompt, newest, 1)
+    (row,) = drafts_after(tmp_path, "mtp", prompt, newest, 1).logits
 
     streams: list[torch.Tensor] = []
     hook = theirs.model.hc_head.register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0]))

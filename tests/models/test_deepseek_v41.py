@@ -18,9 +18,10 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.registry import load_model, model_config
 from paged.serving.command_line.checkpoint_summary import summarize
 from tests.executors.engine_cases import check_pool_empty, run
+from tests.executors.speculation.noting import NotingProposer
 from tests.models.deepseek_v41 import DRAFTER, SETTINGS, DeepseekV41
 from tests.models.drafts.test_draft_heads import drafts_after
-from tests.models.edits import WEIGHTS, assert_refused, edit_config
+from tests.models.edits import WEIGHTS, assert_refused, edit_config, edit_tensors
 from tests.models.families import Case, assert_same_logits, forward, logits_of, tokens
 from tests.models.test_deepseek_v4 import (
     BLOCK,
@@ -32,6 +33,7 @@ from tests.models.test_deepseek_v4 import (
     prompts_with_hits,
     scales_of_neighbours,
 )
+from tests.tolerance import assert_within
 
 pytestmark = pytest.mark.usefixtures("bound_calls_are_alike")
 
@@ -260,8 +262,8 @@ def test_published_formats(tmp_path: Path) -> None:
     # Only activations in front of experts are rounded.
     got, expected = model.forward_verify("a", prompt), logits_of(theirs, prompt)
     assert (got - expected).norm() < 2**-4 * expected.norm()
-    rows = torch.cat(drafts_after(tmp_path, "mtp", prompt, 9, 5))
-    expected = theirs.drafts(prompt, [9, *rows.argmax(-1).tolist()[:-1]])
+    rows = torch.cat(drafts_after(tmp_path, "mtp", prompt, 9, 5).logits)
+    expected, _ = theirs.drafts(prompt, [9, *rows.argmax(-1).tolist()[:-1]])
     assert (rows - expected).norm() < 2**-4 * expected.norm()
 
 
@@ -270,9 +272,15 @@ def test_drafts(backend: str, tmp_path: Path) -> None:
     """A whole block, behind wrong drafts that were rolled back; the window of eight positions begins in a block."""
     theirs = save(tmp_path, **DRAFTER)
     prompt = tokens(30, seed=4)
-    rows = torch.cat(drafts_after(tmp_path, "mtp", prompt, 9, 5))
+    drafted = drafts_after(tmp_path, "mtp", prompt, 9, 5)
+    rows = torch.cat(drafted.logits)
     newest = [9, *rows.argmax(-1).tolist()[:-1]]
-    assert_same_logits(rows, theirs.drafts(prompt, newest))
+    logits, confidences = theirs.drafts(prompt, newest)
+    assert_same_logits(rows, logits)
+    assert confidences.max() - confidences.min() > 0.1
+    for confidence, expected in zip(drafted.confidences, confidences, strict=True):
+        assert confidence is not None
+        assert_within(confidence, expected[None], 1e-4)
 
 
 def save_echo(folder: Path) -> DeepseekV41:
@@ -306,6 +314,42 @@ def test_drafts_leave_the_text(tmp_path: Path) -> None:
         assert metrics.draft_tokens > metrics.accepted_tokens > metrics.draft_tokens / 4
         assert bool(metrics.preempted) == ("admission_tokens" in settings)
         check_pool_empty(executor)
+
+
+@pytest.mark.thorough
+def test_verified_as_far_as_confident(tmp_path: Path) -> None:
+    """By the confidence head. A step runs the newest tokens and the verified drafts alone; the text is the same."""
+    theirs = save_echo(tmp_path)
+    prompts, params = prompts_with_hits()[2:4], SamplingParams(temperature=0, max_tokens=12)
+    executor = LlmExecutor.from_pretrained(tmp_path, draft="mtp", block_size=BLOCK, num_blocks=128)
+    engines = []
+    texts = []
+    for min_probability in (0.0, 0.2):
+        proposer = NotingProposer(HeadProposer(executor, 5, min_probability=min_probability))
+        engine = Engine(executor, proposer=proposer, eos_token_ids=())
+        texts.append(run(engine, prompts, params))
+        engines.append((engine.metrics, proposer.drafted))
+    assert texts[0] == texts[1]
+    (all_verified, _), (metrics, drafted) = engines
+    assert 0 < metrics.draft_tokens < all_verified.draft_tokens
+    assert metrics.draft_tokens == sum(map(len, drafted.values()))
+    assert metrics.decode_tokens == len(drafted) + metrics.draft_tokens
+    counts = set()
+    for text, token_ids in drafted.items():
+        newest = [text[-1]]
+        while len(newest) <= 5:
+            logits, confidences = theirs.drafts(text[:-1], newest)
+            newest.append(int(logits[-1].argmax()))
+        (prompt,) = (prompt for prompt in prompts if tuple(prompt) == text[: len(prompt)])
+        num_left = 12 - (len(text) - len(prompt)) - 1
+        count = min(int((confidences.cumprod(0) >= 0.2).sum()), num_left)
+        assert token_ids == newest[1 : 1 + count]
+        counts.add(count)
+    assert len(counts) > 2
+    # Without the head, the largest probabilities take its place.
+    last = SETTINGS["num_nextn_predict_layers"] - 1
+    edit_tensors(tmp_path, lambda tensors: tensors.pop(f"mtp.{last}.confidence_head.proj.weight"))
+    assert drafts_after(tmp_path, "mtp", prompts[0], 9, 2).confidences == [None, None]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, type[PagedError]]] = {

@@ -8,7 +8,9 @@ import torch
 from paged import Engine, EngineConfig, InvalidInputError, PromptLookup, SamplingParams, SpeculativeDecoder
 from paged.errors import UnsupportedError
 from paged.executors.closed_form import expected_logits
+from paged.executors.requests.request import Completion
 from paged.executors.sampling.noise import uniform
+from paged.executors.sampling.sampler import Sampler
 from tests.executors.engine.answers import parrot_tokens
 from tests.executors.engine_cases import check_pool_empty, recall_engine, run, run_to_end, tokens_of
 from tests.executors.oracle import make_executor
@@ -16,13 +18,15 @@ from tests.executors.parrot import Parrot, other_executor
 from tests.executors.sampling.completions import chi_square_p
 
 
-def _fit(device: torch.device) -> float:
+def _fit(device: torch.device, draft_min_probability: float = 0.0) -> float:
     """How well the first three tokens of 800 drafted completions fit the target's distribution: Pearson's p-value."""
     sizes = {"vocab_size": 4, "num_layers": 1, "num_blocks": 4096}
     target = make_executor(device, num_heads=1, num_kv_heads=1, head_dim=4, **sizes)
     draft = make_executor(device, num_heads=2, num_kv_heads=2, head_dim=2, **sizes, embedding="sinusoidal")
     config = EngineConfig(token_budget=8192, max_num_seqs=2048)
-    engine = SpeculativeDecoder(target, draft, num_draft_tokens=3, config=config)
+    engine = SpeculativeDecoder(
+        target, draft, num_draft_tokens=3, config=config, draft_min_probability=draft_min_probability
+    )
     prompt, shares = [1, 2, 1, 3, 1], {(): 1.0}
     params = [SamplingParams(temperature=0.25, max_tokens=4, seed=seed) for seed in range(800)]
     counts = Counter(tuple(ids[:3]) for ids in run(engine, [prompt] * len(params), params))
@@ -44,6 +48,29 @@ def test_sampled_output_has_the_targets_distribution(device: torch.device, monke
     assert _fit(device) > 1e-4
     monkeypatch.setattr("paged.executors.sampling.sampler.uniform", lambda keys: uniform(keys) / 2)
     assert _fit(device) < 1e-4
+
+
+@pytest.mark.thorough
+def test_what_is_verified_leaves_the_distribution(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would not if a draft's own probability decided whether it is verified."""
+    assert _fit(device, 0.18) > 1e-4
+    drawn: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    propose = Sampler.propose
+
+    def noting(
+        sampler: Sampler, logits: torch.Tensor, completions: list[Completion], drafts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        drawn.append(propose(sampler, logits, completions, drafts))
+        return drawn[-1]
+
+    def estimate(logits: torch.Tensor, confidences: object) -> torch.Tensor:
+        tokens, probs = drawn[-1]
+        assert probs is not None
+        return probs.gather(1, tokens[:, None])[:, 0]
+
+    monkeypatch.setattr(Sampler, "propose", noting)
+    monkeypatch.setattr("paged.executors.speculation.drafting._estimate", estimate)
+    assert _fit(device, 0.5) < 1e-4
 
 
 def test_rejected_drafts_leave_the_cache(device: torch.device) -> None:
@@ -95,6 +122,10 @@ def test_what_cannot_speculate_is_refused(device: torch.device) -> None:
         SpeculativeDecoder(target, config=EngineConfig(token_budget=4))
     with pytest.raises(InvalidInputError, match="num_tokens"):
         SpeculativeDecoder(target, num_draft_tokens=0)
+    with pytest.raises(InvalidInputError, match=r"draft_min_probability: 0\.5, expected 0 for n-grams"):
+        SpeculativeDecoder(target, draft_min_probability=0.5)
+    with pytest.raises(InvalidInputError, match=r"min_probability: -1, expected a number in 0\.\.1"):
+        SpeculativeDecoder(target, target, draft_min_probability=-1)
     with pytest.raises(UnsupportedError, match="cache manager"):
         SpeculativeDecoder(target, other_executor(Parrot()))
     SpeculativeDecoder(target, make_executor(device), config=EngineConfig(token_budget=5))

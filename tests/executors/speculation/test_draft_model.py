@@ -2,13 +2,16 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from paged import DraftModel, Engine, SamplingParams, UnifiedBatch
+from paged.executors.closed_form import expected_logits
 from tests.executors.engine_cases import check_pool_empty, tokens_of
 from tests.executors.oracle import make_executor
+from tests.executors.speculation.noting import NotingProposer
 
 
 @pytest.mark.parametrize("trouble", ["no room", "raises", "raises later", "behind", "one cache", "no token"])
@@ -61,3 +64,30 @@ def test_drafts_that_the_device_alone_knows(
         runs.append((tokens, engine.metrics.draft_tokens, engine.metrics.accepted_tokens, cached))
     assert runs[0] == runs[1]
     assert max(runs[0][-1]) > len(prompts[0]), "generated tokens are published"
+
+
+def test_unlikely_drafts_are_not_verified(device: torch.device) -> None:
+    """Drafts end before the product of the largest probabilities falls below the option; the text is the same."""
+    sizes: dict[str, Any] = {"vocab_size": 4, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "num_blocks": 64}
+    draft = make_executor(device, head_dim=8, embedding="sinusoidal", **sizes)
+    prompts, params = [[i, 3, i, 2, i] * 4 for i in range(4)], SamplingParams(temperature=0, max_tokens=24)
+    target = make_executor(device, head_dim=4, **sizes)
+    expected = tokens_of(Engine(target).generate(prompts, params, progress=False))
+    proposer = NotingProposer(DraftModel(draft, 3, min_probability=0.14))
+    engine = Engine(target, proposer=proposer)
+    assert tokens_of(engine.generate(prompts, params, progress=False)) == expected
+    for text, token_ids in proposer.drafted.items():
+        ids, survival = [*text], 1.0
+        for _ in range(min(3, len(prompts[0]) + 23 - len(text))):
+            probs = expected_logits(draft.config, ids).softmax(0)
+            survival *= float(probs.max())
+            if survival < 0.14:
+                break
+            ids.append(int(probs.argmax()))
+        assert token_ids == ids[len(text) :]
+    counts = [len(token_ids) for token_ids in proposer.drafted.values()]
+    assert {0, 1, 2, 3} == {*counts}
+    metrics = engine.metrics
+    assert metrics.draft_tokens == sum(counts) > metrics.accepted_tokens > 0
+    assert metrics.decode_tokens == sum(counts) + len(counts)
+    check_pool_empty(draft)

@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,10 @@ from paged import (
     UnifiedBatchItem,
     UnsupportedError,
 )
-from paged.executors.requests.request import Completion
-from paged.executors.sampling.sampler import Drafts
 from paged.serving.command_line.cli import RECALL
 from tests.executors.engine_cases import EOS, check_pool_empty, encode, recall_prompts, run, run_to_end, tokens_of
 from tests.executors.sampling.completions import chi_square_p
+from tests.executors.speculation.noting import NotingProposer
 from tests.models.drafts.heads import save_head, save_published
 from tests.models.families import FAMILIES, save_checkpoint, tokens
 from tests.models.lora.folders import Adapter
@@ -39,30 +37,15 @@ def load(kind: str, folder: Path, num_blocks: int = 256, **options: Any) -> LlmE
     return LlmExecutor.from_pretrained(target, draft=draft, num_blocks=num_blocks, block_size=8, **options)
 
 
-class _Noting(HeadProposer):
-    """Notes the drafts for each text."""
-
-    def __init__(self, target: LlmExecutor, found: dict[tuple[int, ...], list[int]]) -> None:
-        super().__init__(target, 3)
-        self._found = found
-
-    def propose(self, completions: Sequence[Completion], limits: Sequence[int]) -> Drafts:
-        drafts = super().propose(completions, limits)
-        for one, ids in zip(completions, drafts.token_ids, strict=True):
-            if ids:
-                self._found[tuple(one.tokens_from(0))] = ids
-        return drafts
-
-
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("mtp", marks=pytest.mark.thorough)])
 def test_the_same_drafts_in_every_way(kind: str, tmp_path: Path) -> None:
     """In chunks, after a cached prefix, a fork, a swap, a preemption and rejected drafts; and the same tokens."""
     save_head(kind, tmp_path)
     questions = encode(recall_prompts(3, max_tokens=40, seed=3))
     prompts = [*questions, *([*questions[0], 1, *one[:9]] for one in questions)]
-    alone: dict[tuple[int, ...], list[int]] = {}
     executor = load(kind, tmp_path, enable_prefix_cache=False)
-    engine = Engine(executor, proposer=_Noting(executor, alone), eos_token_ids=())
+    alone = NotingProposer(HeadProposer(executor, 3))
+    engine = Engine(executor, proposer=alone, eos_token_ids=())
     expected = [run(engine, [prompt], GREEDY)[0] for prompt in prompts]
     plain = Engine(LlmExecutor.from_pretrained(RECALL, num_blocks=256), eos_token_ids=())
     assert expected == [run(plain, [prompt], GREEDY)[0] for prompt in prompts]
@@ -73,17 +56,17 @@ def test_the_same_drafts_in_every_way(kind: str, tmp_path: Path) -> None:
         ({"admission_tokens": 0}, {"num_blocks": 16}, 2),
     ]
     for config, options, n in ways:
-        found: dict[tuple[int, ...], list[int]] = {}
         executor = load(kind, tmp_path, **options)
-        engine = Engine(executor, EngineConfig(**config), proposer=_Noting(executor, found), eos_token_ids=())
+        noting = NotingProposer(HeadProposer(executor, 3))
+        engine = Engine(executor, EngineConfig(**config), proposer=noting, eos_token_ids=())
         params = SamplingParams(temperature=0, max_tokens=6, n=n)
         outputs = engine.generate(prompts, params, progress=False)
         assert [[one.token_ids for one in output.outputs] for output in outputs] == [[ids] * n for ids in expected]
         assert bool(engine.metrics.preempted) == ("num_blocks" in options)
         assert any(output.num_cached_tokens for output in outputs) or "chunk_size" not in config
         # Without blocks for drafts in one step, the next one begins with another text.
-        common = {text: ids for text, ids in found.items() if text in alone}
-        assert {text: alone[text] for text in common} == common
+        common = {text: ids for text, ids in noting.drafted.items() if ids and alone.drafted.get(text)}
+        assert {text: alone.drafted[text] for text in common} == common
         assert len(common) > len(prompts)
         check_pool_empty(executor)
 
@@ -190,5 +173,8 @@ def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no draft head; load it with draft="):
         HeadProposer(executor)
     save_head("eagle3", tmp_path)
+    executor = load("eagle3", tmp_path)
     with pytest.raises(InvalidInputError, match="num_tokens: 0"):
-        HeadProposer(load("eagle3", tmp_path), 0)
+        HeadProposer(executor, 0)
+    with pytest.raises(InvalidInputError, match=r"min_probability: 1\.5, expected a number in 0"):
+        HeadProposer(executor, min_probability=1.5)

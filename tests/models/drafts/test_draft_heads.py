@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -27,10 +27,17 @@ def load(target: Path, draft: str | Path, **options: Any) -> tuple[LlmExecutor, 
     return executor, executor.model
 
 
+class Drafted(NamedTuple):
+    """Logits of drafts, each [1, V], and their confidences, if the head has any, each [1]."""
+
+    logits: list[torch.Tensor]
+    confidences: list[torch.Tensor | None]
+
+
 def drafts_after(
     target: Path, draft: str | Path, prompt: list[int], newest: int, count: int, **options: Any
-) -> list[torch.Tensor]:
-    """Logits of the drafts after a prompt and the token after it, each the best."""
+) -> Drafted:
+    """The drafts after a prompt and the token after it, each the best."""
     executor, model = load(target, draft, **options)
     for start, end in ((0, 1), (1, 9), (9, len(prompt) - 3)):
         executor.unified_decode(UnifiedBatch([UnifiedBatchItem("a", prompt[start:end], pos_offset=start)]))
@@ -41,14 +48,16 @@ def drafts_after(
         assert handle is not None
         executor.truncate_kv(handle, length)
     assert model.drafts is not None
-    found = []
+    drafted = Drafted([], [])
     with torch.no_grad(), model.drafts.drafting([handle], [count]) as steps:
         for _ in range(count):
-            found.append(steps.logits([0], torch.tensor([newest])))
-            newest = int(found[-1].argmax())
+            logits = steps.logits([0], torch.tensor([newest]))
+            drafted.logits.append(logits)
+            drafted.confidences.append(steps.confidences())
+            newest = int(logits.argmax())
     model.kv_manager.check_integrity()
     assert handle.num_tokens == len(prompt)
-    return found
+    return drafted
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=pytest.mark.thorough)])
@@ -67,12 +76,13 @@ def test_logits(kind: str, kv_cache_dtype: str, rotation: str | None, tolerance:
     save_head(kind, tmp_path)
     prompt, newest = torch.randint(2, 469, (30,), generator=torch.Generator().manual_seed(1)).tolist(), 17
     where = (tmp_path, "mtp") if kind == "mtp" else (RECALL, tmp_path)
-    found = drafts_after(*where, prompt, newest, 4, kv_cache_dtype=kv_cache_dtype, kv_cache_rotation=rotation)
+    drafted = drafts_after(*where, prompt, newest, 4, kv_cache_dtype=kv_cache_dtype, kv_cache_rotation=rotation)
+    assert drafted.confidences == [None] * 4
     weights = load_file(tmp_path / "model.safetensors")
     target = AutoModelForCausalLM.from_pretrained(RECALL, attn_implementation="eager")
     features, _ = target_states(target, torch.tensor([prompt]), kind, weights)
     embedding, ids = target.model.embed_tokens.weight, [*prompt[1:], newest]
-    for row in found:
+    for row in drafted.logits:
         with torch.no_grad():
             hidden, following, _ = run_head(weights, CONFIG, embedding[torch.tensor([ids])], features)
             expected = hidden[:, -1] @ weights.get("lm_head.weight", embedding).T
@@ -104,7 +114,7 @@ def test_published_names(family: str, tmp_path: Path) -> None:
         return normed
 
     prompt, newest = tokens(30, seed=4), 9
-    (found,) = drafts_after(tmp_path, "mtp", prompt, newest, 1)
+    (found,) = drafts_after(tmp_path, "mtp", prompt, newest, 1).logits
     with torch.no_grad():
         hidden = model.model(torch.tensor([prompt])).last_hidden_state
         embedding = own.get("embed_tokens", model.model.embed_tokens.weight)

@@ -75,7 +75,7 @@ def test_sampling_options(generate: Generate) -> None:
 
 def test_speculation_and_drafts(generate: Generate) -> None:
     whole = ("--count", "3", "--max-new-tokens", "8", "--chunk-size", "512", "--token-budget", "2048")
-    options = ((), ("--speculate", "2"), ("--draft", str(RECALL), "--speculate", "3"))
+    options = ((), ("--speculate", "2"), ("--draft", str(RECALL), "--draft-min-probability", "0.5"))
     results = [generate(*whole, *option) for option in options]
     assert texts(results[0]) == texts(results[1]) == texts(results[2])
     plain, looked_up, drafted = (result["summary"] for result in results)
@@ -117,6 +117,7 @@ def test_chat_template(generate: Generate, copy: Path) -> None:
     [
         (("--count", "-1"), "--count -1: expected 1 to 100000"),
         (("--system", "x"), "--system: only allowed with --chat"),
+        (("--speculate", "2", "--draft-min-probability", "0.5"), "--draft-min-probability 0.5: expected --draft"),
         (("--device", "mps"), "device: 'mps', expected 'cpu', 'cuda', 'cuda:1'"),
         (("--prompt", "\udcff"), "is half of a surrogate pair"),
         (("--prompt", "x", "--chat"), "no chat template"),
