@@ -12,7 +12,7 @@ from paged.kernels.core.errors import shown
 from paged.models.families.block_draft_head import BLOCK_DRAFTER, BlockDraftHead
 from paged.models.families.config_keys import refuse_unread
 from paged.models.families.defaults import DEFAULTS
-from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, MultiTokenHead
+from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, Eagle3Norms, MultiTokenHead
 from paged.models.families.llama import Llama
 from paged.models.families.network import Network, set_dtype
 from paged.models.families.streams_draft_head import StreamsDraftHead
@@ -154,9 +154,13 @@ def _eagle3_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensor
         raise UnsupportedError(f"{hf.source}: architectures {shown(names)}, known heads are {', '.join(_EAGLE3)}")
     config = replace(Llama.read_config(hf), tie_word_embeddings=False, quantization=None)
     num_logits, taps = hf.integer("draft_vocab_size", config.vocab_size), _taps(hf, target.config)
-    norms_residual = hf.flag("norm_before_residual")
-    for key in ("norm_before_fc", "fc_norm", "norm_output"):
-        hf.choice(key, False)
+    section = hf.section("eagle_config") or hf
+    norms = Eagle3Norms(
+        begins_residual=hf.flag("norm_before_residual"),
+        taps_joined=section.flag("norm_before_fc", hf.flag("norm_before_fc")),
+        taps_apart=hf.flag("fc_norm"),
+        output=hf.flag("norm_output"),
+    )
     refuse_unread(hf, config)
     for key, number, expected in (
         ("num_hidden_layers", config.num_layers, 1),
@@ -170,9 +174,7 @@ def _eagle3_head(target: Network, folder: Path) -> tuple[DraftHead, StoredTensor
     layer_name = "layers.0"
     if any(name.startswith("midlayer.") for name in stored):
         layer_name = "midlayer"
-    head = Eagle3Head(
-        target, config, taps=taps, num_logits=num_logits, norms_residual=norms_residual, layer_name=layer_name
-    )
+    head = Eagle3Head(target, config, taps=taps, num_logits=num_logits, norms=norms, layer_name=layer_name)
     if num_logits == config.vocab_size and "d2t" not in stored:
         head.offsets = None
     if config.hidden_size == target.config.hidden_size:

@@ -18,7 +18,7 @@ from paged.kernels.core.dtypes import as_kernel_argument, kv_kind
 from paged.models.families.network import DecoderLayer, Network, quantize, rows_of
 from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, stream_norm
+from paged.models.layers.decoder import Linear, RmsNorm, stream_norm
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.loading.weights import Destinations
@@ -251,6 +251,23 @@ class MultiTokenHead(NamedHead):
         return normed, stream
 
 
+@dataclass(frozen=True)
+class Eagle3Norms:
+    """Norms that an EAGLE-3 head may have, as in vLLM 0.33.
+
+    Attributes:
+        begins_residual: whether the residual stream begins with the normalised hidden states.
+        taps_joined: whether all hidden states of the target are normalised together, before the projection.
+        taps_apart: whether the hidden state of each layer is normalised, after `taps_joined`.
+        output: whether the head, after its own draft, reads its hidden state after the final norm.
+    """
+
+    begins_residual: bool = False
+    taps_joined: bool = False
+    taps_apart: bool = False
+    output: bool = False
+
+
 class Eagle3Head(DraftHead):
     """A head in a folder of its own, which reads the inputs of several of the target's layers (EAGLE-3)."""
 
@@ -261,17 +278,34 @@ class Eagle3Head(DraftHead):
         *,
         taps: tuple[int, ...],
         num_logits: int,
-        norms_residual: bool,
+        norms: Eagle3Norms,
         layer_name: str,
     ) -> None:
         """config: configuration of the head, with one layer. layer_name: name of the layer in the checkpoint."""
-        super().__init__(target, config, [_EagleLayer(config, 0, norms_residual=norms_residual)], num_logits)
-        self.taps, self.layer_name = taps, layer_name
-        self.fc = Linear(len(taps) * target.config.hidden_size, {"fc": config.hidden_size})
+        layer = _EagleLayer(config, 0, norms_residual=norms.begins_residual)
+        super().__init__(target, config, [layer], num_logits)
+        self.taps, self.layer_name, self.norms = taps, layer_name, norms
+        tap_size = target.config.hidden_size
+        self.fc = Linear(len(taps) * tap_size, {"fc": config.hidden_size})
+        self.input_norm: RmsNorm | None = None
+        if norms.taps_joined:
+            self.input_norm = RmsNorm(len(taps) * tap_size, config.norms)
+        self.fc_norms = nn.ModuleList()
+        if norms.taps_apart:
+            self.fc_norms.extend(RmsNorm(tap_size, config.norms) for _ in taps)
         self.offsets = nn.Parameter(torch.empty(num_logits, dtype=torch.int64), requires_grad=False)
 
     def features(self, hidden: torch.Tensor, boundaries: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        fused: torch.Tensor = self.fc(torch.cat([boundaries[index] for index in self.taps], -1))
+        joined = torch.cat([boundaries[index] for index in self.taps], -1)  # [T, taps * hidden_size]
+        if self.input_norm is not None:
+            joined, _ = self.input_norm(joined)
+        if self.norms.taps_apart:
+            parts = []
+            for norm, part in zip(self.fc_norms, joined.chunk(len(self.taps), -1), strict=True):
+                normed, _ = norm(part.contiguous())
+                parts.append(normed)
+            joined = torch.cat(parts, -1)
+        fused: torch.Tensor = self.fc(joined)
         return fused
 
     def forward(
@@ -283,6 +317,8 @@ class Eagle3Head(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(self.layer, _EagleLayer)
         normed, stream = self.norm(*self.layer.run(self.embed(input_ids), features, metadata, outputs))
+        if self.norms.output:
+            return normed, normed
         return normed, stream
 
     def destinations(self) -> Destinations:
@@ -291,6 +327,11 @@ class Eagle3Head(DraftHead):
             f"{self.layer_name}.hidden_norm"
         )
         destinations |= self.norm.destinations("norm") | self.fc.destinations("")
+        if self.input_norm is not None:
+            destinations |= self.input_norm.destinations("input_norm")
+        for index, norm in enumerate(self.fc_norms):
+            assert isinstance(norm, RmsNorm)
+            destinations |= norm.destinations(f"fc_norm.{index}")
         copies = {"embed_tokens.weight": self.embed_tokens, "lm_head.weight": self.lm_head, "d2t": self.offsets}
         for name, copy in copies.items():
             if copy is not None:

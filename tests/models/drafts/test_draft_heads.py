@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from examples.train_draft_head import run_head, target_states
 from paged import CheckpointError, LlmExecutor, UnifiedBatch, UnifiedBatchItem, UnsupportedError
@@ -91,6 +92,39 @@ def test_logits(kind: str, kv_cache_dtype: str, rotation: str | None, tolerance:
         ids.append(int(row.argmax()))
 
 
+@pytest.mark.thorough
+def test_norms(tmp_path: Path) -> None:
+    """Of all taps together, of each, and of what the head reads after its own draft."""
+    from transformers import AutoModelForCausalLM
+
+    save_head("eagle3", tmp_path)
+    generator = torch.Generator().manual_seed(2)
+    norms = {"input_norm.weight": 192, **{f"fc_norm.{index}.weight": 64 for index in range(3)}}
+    weights = {name: 0.5 + torch.rand(size, generator=generator) for name, size in norms.items()}
+    edit_tensors(tmp_path, lambda tensors: tensors.update(weights))
+    section = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "norm_before_fc": True}
+    edit_config(tmp_path, eagle_config=section, fc_norm=True, norm_output=True)
+    prompt, newest = torch.randint(2, 469, (30,), generator=generator).tolist(), 17
+    drafted = drafts_after(RECALL, tmp_path, prompt, newest, 3)
+    weights = load_file(tmp_path / "model.safetensors")
+    target = AutoModelForCausalLM.from_pretrained(RECALL, attn_implementation="eager")
+    joined, _ = target_states(target, torch.tensor([prompt]), "eagle3", {"fc.weight": torch.eye(192)})
+    eps = CONFIG["rms_norm_eps"]
+    joined = functional.rms_norm(joined, (192,), weights["input_norm.weight"], eps)
+    parts = []
+    for index, part in enumerate(joined.split(64, -1)):
+        parts.append(functional.rms_norm(part, (64,), weights[f"fc_norm.{index}.weight"], eps))
+    features = torch.cat(parts, -1) @ weights["fc.weight"].T
+    embedding, ids = target.model.embed_tokens.weight, [*prompt[1:], newest]
+    for row in drafted.logits:
+        with torch.no_grad():
+            hidden, _, _ = run_head(weights, CONFIG, embedding[torch.tensor([ids])], features)
+            expected = hidden[:, -1] @ weights["lm_head.weight"].T
+        assert_within(row, expected, 1e-4 * (1 + expected.abs()))
+        features = torch.cat([features, hidden[:, -1:]], 1)
+        ids.append(int(row.argmax()))
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -137,7 +171,11 @@ EDITS: dict[str, tuple[Callable[[Path], object], str, type[Exception]]] = {
         CheckpointError,
     ),
     "default taps": (lambda folder: edit_config(folder, "eagle_config"), "expected rising", CheckpointError),
-    "norm": (lambda folder: edit_config(folder, norm_before_fc=True), "norm_before_fc = True", UnsupportedError),
+    "norm": (
+        lambda folder: edit_config(folder, norm_before_fc=True),
+        "input_norm.weight: missing",
+        CheckpointError,
+    ),
     "a model": (
         lambda folder: edit_config(folder, architectures=["LlamaForCausalLM"]),
         "known heads are LlamaForCausalLMEagle3",
