@@ -269,9 +269,9 @@ def _index_arguments(
     return arguments
 
 
-def _scored_keys_option(draw: Draw, *, is_packed: bool) -> Iterator[Arguments]:
+def _scored_keys_option(draw: Draw, *, is_packed: bool, scales_last: bool = False) -> Iterator[Arguments]:
     problem = Problem("", ((1, 300), (3, 3), (9, 40)), (32, 1), 128, padding_rows=1, dtype=draw.dtype)
-    arguments = mla_problem.index_problem(problem, draw.device, is_packed=is_packed)
+    arguments = mla_problem.index_problem(problem, draw.device, is_packed=is_packed, scales_last=scales_last)
     for top_k in (16, 2048):
         yield {**arguments, "top_k": top_k, "pool_size": 1}
 
@@ -459,6 +459,7 @@ CARDS = (
         edges=(
             Edge("mixed batch", partial(_scored_keys_option, is_packed=False)),
             Edge("e4m3", partial(_scored_keys_option, is_packed=True)),
+            Edge("e4m3, scales last", partial(_scored_keys_option, is_packed=True, scales_last=True)),
         ),
         odd={
             "lengths": _ODD_LENGTHS,

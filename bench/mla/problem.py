@@ -107,15 +107,25 @@ def _stored(cache: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def index_problem(
-    problem: attention_problem.Problem, device: torch.device, *, is_packed: bool = False
+    problem: attention_problem.Problem,
+    device: torch.device,
+    *,
+    is_packed: bool = False,
+    scales_last: bool = False,
 ) -> dict[str, Any]:
-    """Make the arguments of `choose_keys` except top_k; the keys have one head and either form of their cache."""
+    """Make the arguments of `choose_keys` except top_k; the keys have one head.
+
+    is_packed: e4m3 keys, each with its scale. scales_last: a block has all keys first, then all scales.
+    """
     drawn = attention_problem.make(problem, torch.device("cpu"))
     keys = drawn.k_cache[:, :, 0]
     if is_packed:
         scales = keys.float().abs().amax(-1, keepdim=True) / 448
         codes = (keys / scales).to(torch.float8_e4m3fn)
-        keys = torch.cat([part.contiguous().view(torch.uint8) for part in (codes, scales)], -1)
+        parts = [codes.contiguous().view(torch.uint8), scales.contiguous().view(torch.uint8)]
+        if scales_last:
+            parts = [part.flatten(1) for part in parts]
+        keys = torch.cat(parts, -1)
     tensors = {
         "q": drawn.q,
         "weights": torch.randn(drawn.q.shape[:2]),

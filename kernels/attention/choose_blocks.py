@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.checks import check_tensor
 from ..core.compat import cdiv, dot, tl, triton
 from ..core.device import takes_numba, use_triton
 from ..core.dtypes import decode_e4m3
@@ -246,6 +247,7 @@ def choose_blocks(
         UnsupportedError: an argument requires a gradient.
     """
     pool_size = as_int("pool_size", pool_size, 1, 256)
+    check_tensor("key_cache", key_cache, ("num_blocks", "block_size", "size"))
     check_index(q, weights, key_cache, block_table, cu_seqlens_q, seq_lens, plan, pool_size)
     top_k = as_int("top_k", top_k, 1)
     size = as_int("chosen_block_size", chosen_block_size, 1, 256)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..cache.latent_cache import index_cache_parts
 from ..core.checks import check_is_tensor, check_last_dim_contiguous, check_tensor
 from ..core.compat import dot, tl, triton
 from ..core.device import takes_numba, use_triton
@@ -126,17 +127,22 @@ def _new_indices(
     candidate_size: int = 1,
     **_: object,
 ) -> Any:
-    columns = min(top_k, _num_columns(key_cache, block_table, candidates, candidate_size))
+    columns = min(top_k, _num_columns(q, key_cache, block_table, candidates, candidate_size))
     return torch.empty((len(q), columns), dtype=torch.int32, device=q.device)
 
 
 def _num_columns(
-    key_cache: torch.Tensor, block_table: torch.Tensor, candidates: torch.Tensor | None, candidate_size: int
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    candidates: torch.Tensor | None,
+    candidate_size: int,
 ) -> int:
     """Return the number of scores of a query: those of all keys that the table has, or of its candidates."""
     if candidates is not None:
         return candidates.shape[1] * candidate_size
-    return block_table.shape[1] * key_cache.shape[1]
+    keys, _ = index_cache_parts(key_cache, q.shape[2])
+    return block_table.shape[1] * keys.shape[1]
 
 
 def _run_definition(
@@ -170,7 +176,9 @@ def choose_keys(
             16 to 256 dimensions.
         weights: float32 [num_tokens, num_heads], last dimension contiguous.
         key_cache: [num_blocks, block_size, head_dim] in the dtype of q; or uint8 [num_blocks, block_size, head_dim +
-            4]: e4m3 numbers, then a float32 that multiplies them. See `write_index_keys`.
+            4]: e4m3 numbers, then a float32 that multiplies them; or uint8 [num_blocks, block_size * (head_dim + 4)],
+            the form of DeepGEMM, vLLM and SGLang: the numbers of all keys of a block, then their float32 scales. See
+            `write_index_keys`.
         block_table, cu_seqlens_q, seq_lens: as in `paged_mla_attention`.
         top_k: keys of a query, at least 1.
         pool_size: positions of a key, at least 1: 1 for `paged_mla_attention`, more for entries of
@@ -196,10 +204,10 @@ def choose_keys(
     if candidates is not None:
         check_tensor("candidates", candidates, (len(q), "columns"), (torch.int32,), q.device)
         check_last_dim_contiguous("candidates", candidates)
-    num_columns = _num_columns(key_cache, block_table, candidates, candidate_size)
+    num_columns = _num_columns(q, key_cache, block_table, candidates, candidate_size)
     shape = len(q), min(top_k, num_columns)
     by_triton = use_triton(q)
-    if not by_triton and not takes_numba(q, weights=(weights,)):
+    if not by_triton and (key_cache.dim() == 2 or not takes_numba(q, weights=(weights,))):
         return _run_definition
     if len(seq_lens) == 0 or 0 in shape:
         return lambda q, *_, **__: torch.full(shape, -1, dtype=torch.int32, device=q.device)
@@ -207,7 +215,7 @@ def choose_keys(
         from ..cpu.attention.choose_blocks import bind_keys
 
         # Scores of candidates lie at the places of their keys.
-        spans = token_spans(len(q), _num_columns(key_cache, block_table, None, 1), _MAX_SCORES)
+        spans = token_spans(len(q), _num_columns(q, key_cache, block_table, None, 1), _MAX_SCORES)
         return bind_keys(q, key_cache, weights, block_table, pool_size, shape[1], spans, candidates, candidate_size)
     spans = token_spans(len(q), num_columns, _MAX_SCORES)
     block_n, _ = index_tile(q.element_size())

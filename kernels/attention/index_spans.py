@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..cache.latent_cache import check_index_cache, index_parts
+from ..cache.latent_cache import check_index_cache, index_cache_parts
 from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_sequences_fit, check_tensor
 from ..core.compat import triton
 from ..core.dtypes import as_kernel_argument, has_native_e4m3
@@ -45,7 +45,8 @@ def check_index(
     check_index_cache(key_cache, head_dim, q.dtype, q.device)
     check_sequences_fit(block_table, cu_seqlens_q, seq_lens, q.device)
     check_plan(plan, cu_seqlens_q, seq_lens, 0)
-    num_blocks, positions_of_block = len(key_cache), key_cache.shape[1] * pool_size
+    keys, _ = index_cache_parts(key_cache, head_dim)
+    num_blocks, positions_of_block = len(keys), keys.shape[1] * pool_size
     numbers = num_tokens, num_blocks, positions_of_block, num_tokens, 1 << 30, 1
     check_sequences(Sequences(block_table, cu_seqlens_q, seq_lens, *numbers))
 
@@ -82,7 +83,7 @@ class SpanLaunches:
     ) -> None:
         """columns: programs of a token. options: arguments of this kernel alone."""
         self._head_dim = head_dim = q.shape[2]
-        key, scales = index_parts(key_cache, head_dim)
+        key, scales = index_cache_parts(key_cache, head_dim)
         _, num_warps = index_tile(q.element_size())
         options = {
             "num_seqs": len(block_table),
@@ -94,7 +95,7 @@ class SpanLaunches:
             "HEADS_PADDED": max(16, triton.next_power_of_2(q.shape[1])),
             "HEAD_DIM": head_dim,
             "DIM_PADDED": triton.next_power_of_2(head_dim),
-            "KV_BLOCK_SIZE": key_cache.shape[1],
+            "KV_BLOCK_SIZE": key.shape[1],
             "NATIVE_FP8": has_native_e4m3(q.device),
             "num_warps": num_warps,
             "num_stages": 2,
@@ -112,7 +113,7 @@ class SpanLaunches:
 
         tensors: q, weights, block_table, cu_seqlens_q and seq_lens by name.
         """
-        key, scales = index_parts(key_cache, self._head_dim)
+        key, scales = index_cache_parts(key_cache, self._head_dim)
         arguments: dict[str, Any] = {f"{name}_ptr": tensor for name, tensor in tensors.items()}
         arguments |= {"key_ptr": as_kernel_argument(key), "scales_ptr": scales}
         for first, end, launch in self._launches:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from ..cache.latent_cache import dequantized, index_keys
+from ..cache.latent_cache import dequantized, index_cache_parts
 from .definition import attend
 
 # Most scores, or numbers of chosen keys, in memory at once: 64 MB in float32.
@@ -86,7 +86,8 @@ def choose_keys(
     A key is that of a pool of positions, and a query sees the closed ones, or those in blocks of candidate_size keys.
     """
     num_tokens, num_heads, head_dim = q.shape
-    count, numbers_per_key = min(top_k, block_table.shape[1] * key_cache.shape[1]), num_heads
+    key_parts = index_cache_parts(key_cache, head_dim)
+    count, numbers_per_key = min(top_k, block_table.shape[1] * key_parts[0].shape[1]), num_heads
     if candidates is not None:
         count = min(top_k, candidates.shape[1] * candidate_size)
         numbers_per_key += candidates.shape[1]
@@ -94,7 +95,7 @@ def choose_keys(
     for queries in _queries(cu_seqlens_q, seq_lens, numbers_per_key):
         rows, num_keys = queries.rows, queries.seq_len // pool_size
         keys = torch.arange(num_keys, device=q.device)  # [L]
-        wide_keys = index_keys(_rows(key_cache, block_table[queries.seq], keys), head_dim, compute)  # [L, D]
+        wide_keys = _index_rows(key_parts, block_table[queries.seq], keys, compute)  # [L, D]
         products = (q[rows].to(compute) @ wide_keys.T).relu_()  # [n, H, L]
         scores = (weights[rows, None].to(compute) @ products).squeeze(1)  # [n, L]
         scores.masked_fill_(keys >= (queries.positions[:, None] + 1) // pool_size, -math.inf)
@@ -136,6 +137,7 @@ def choose_blocks(
     sum_h weights[h] max(q[h] k, 0). A block's score is the largest or the mean of its visible keys.
     """
     num_tokens, num_heads, head_dim = q.shape
+    key_parts = index_cache_parts(key_cache, head_dim)
     num_lists = num_heads
     if weights is not None:
         num_lists = 1
@@ -150,7 +152,7 @@ def choose_blocks(
         shape = num_blocks, keys_per_block
         padding = num_blocks * keys_per_block - num_keys
         keys = torch.arange(num_keys, device=q.device)  # [L]
-        wide_keys = index_keys(_rows(key_cache, block_table[queries.seq], keys), head_dim, compute)  # [L, D]
+        wide_keys = _index_rows(key_parts, block_table[queries.seq], keys, compute)  # [L, D]
         scores = q[rows].to(compute) @ wide_keys.T  # [n, H, L]
         if weights is not None:
             scores = weights[rows, None].to(compute) @ scores.relu_()  # [n, 1, L]
@@ -236,3 +238,14 @@ def _rows(cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor) -> torc
     if cache.element_size() == 1:  # not every 8-bit dtype can be indexed
         codes = cache.view(torch.uint8)
     return codes[blocks[keys // block_size].long(), keys % block_size].view(cache.dtype)
+
+
+def _index_rows(
+    key_parts: tuple[torch.Tensor, torch.Tensor | None], blocks: torch.Tensor, keys: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a sequence's indexer keys as numbers, [*keys.shape, head_dim]. blocks: as in `_rows`."""
+    numbers, scales = key_parts
+    rows = _rows(numbers, blocks, keys)
+    if scales is None:
+        return rows.to(dtype)
+    return rows.view(torch.float8_e4m3fn).to(dtype) * _rows(scales, blocks, keys)

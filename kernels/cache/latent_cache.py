@@ -287,18 +287,44 @@ def index_parts(key_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, t
     return key_cache[..., :head_dim], key_cache[..., head_dim:].view(torch.float32)
 
 
+def index_cache_parts(key_cache: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return `index_parts` of a whole cache, [num_blocks, block_size, size], also of blocks that end with their scales.
+
+    The cache is one that `check_index_cache` accepts.
+    """
+    if key_cache.dim() == 3:
+        return index_parts(key_cache, head_dim)
+    block_size = key_cache.shape[1] // (head_dim + INDEX_SCALE_BYTES)
+    codes, scales = key_cache.split_with_sizes([block_size * head_dim, block_size * INDEX_SCALE_BYTES], 1)
+    return codes.unflatten(1, (block_size, head_dim)), scales.view(torch.float32).unsqueeze(2)
+
+
 def check_index_cache(key_cache: torch.Tensor, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raise InvalidInputError unless a cache holds indexer keys of `head_dim` for queries of `dtype`."""
     size = head_dim
     check_is_tensor("key_cache", key_cache)
     if key_cache.dtype == torch.uint8:
         size += INDEX_SCALE_BYTES
+        if key_cache.dim() == 2:
+            _check_blocks_with_scales(key_cache, head_dim, device)
+            return
     check_tensor("key_cache", key_cache, ("num_blocks", "block_size", size), (dtype, torch.uint8), device)
     check_last_dim_contiguous("key_cache", key_cache)
     if key_cache.shape[1] == 0:
         raise InvalidInputError("key_cache: block_size 0, expected at least 1")
     is_aligned = not any(number % 4 for number in (key_cache.data_ptr(), head_dim, *key_cache.stride()[:2]))
     if key_cache.dtype == torch.uint8 and not is_aligned:
+        raise InvalidInputError(f"key_cache: strides {key_cache.stride()}, expected multiples of 4 bytes")
+
+
+def _check_blocks_with_scales(key_cache: torch.Tensor, head_dim: int, device: torch.device) -> None:
+    """Raise InvalidInputError unless blocks hold e4m3 keys, then their scales."""
+    check_tensor("key_cache", key_cache, ("num_blocks", "bytes of a block"), (torch.uint8,), device)
+    check_last_dim_contiguous("key_cache", key_cache)
+    size, num_bytes = head_dim + INDEX_SCALE_BYTES, key_cache.shape[1]
+    if num_bytes == 0 or num_bytes % size:
+        raise InvalidInputError(f"key_cache: blocks of {num_bytes} bytes, expected a multiple of {size}")
+    if any(number % 4 for number in (key_cache.data_ptr(), head_dim, key_cache.stride(0))):
         raise InvalidInputError(f"key_cache: strides {key_cache.stride()}, expected multiples of 4 bytes")
 
 
@@ -327,8 +353,17 @@ def write_index_keys(keys: torch.Tensor, key_cache: torch.Tensor, slot_mapping: 
     Negative slots are padding. Their keys go to block 0, which no sequence uses, so the host need not wait for the
     device.
     """
-    block_size = key_cache.shape[1]
+    head_dim = keys.shape[1]
     if key_cache.dtype == torch.uint8:
         keys = encode_index_keys(keys)
     slots = slot_mapping.clamp(min=0)
-    key_cache[slots // block_size, slots % block_size] = keys
+    if key_cache.dim() == 3:
+        block_size = key_cache.shape[1]
+        key_cache[slots // block_size, slots % block_size] = keys
+        return
+    targets = index_cache_parts(key_cache, head_dim)
+    block_size = targets[0].shape[1]
+    for target, part in zip(targets, index_parts(keys, head_dim), strict=True):
+        assert target is not None
+        assert part is not None
+        target[slots // block_size, slots % block_size] = part

@@ -51,11 +51,12 @@ def attention_cases() -> list[CompileCase]:
 
 
 def index_cases() -> list[CompileCase]:
-    """Return scores of 32 and 64 heads, over packed keys and keys in float32."""
+    """Return scores of 32 and 64 heads, over packed keys, also with scales last, and keys in float32."""
     cases = []
     for target in TARGETS:
         cases += [_index_case(target, 32), _index_case(target, 64), _index_case(target, 64, dtype="fp32")]
         cases += [_index_case(target, 64, pool_size=4), _index_case(target, 64, candidate_size=64)]
+        cases += [_index_case(target, 64, scales_last=True)]
     return cases
 
 
@@ -252,7 +253,13 @@ def _case(
 
 
 def _index_case(
-    target: str, heads: int, *, dtype: str = "bf16", pool_size: int = 1, candidate_size: int = 0
+    target: str,
+    heads: int,
+    *,
+    dtype: str = "bf16",
+    pool_size: int = 1,
+    candidate_size: int = 0,
+    scales_last: bool = False,
 ) -> CompileCase:
     q, weights, cache = empty(dtype, 1, heads, 128), empty("fp32", 1, heads), empty("u8", 4, _BLOCK_SIZE, 128 + 4)
     expect: dict[str, tuple[str, ...]] = {target: (TENSOR_CORES[target],)}
@@ -263,6 +270,9 @@ def _index_case(
         expect = {}
     words = [f"{heads} heads {dtype} pools of {pool_size}"]
     options: dict[str, Any] = {"top_k": 1, "pool_size": pool_size}
+    if scales_last:
+        cache = cache.flatten(1)
+        words.append("scales last")
     if candidate_size:
         words.append(f"candidates of {candidate_size}")
         options |= {"candidates": empty("i32", 1, 256), "candidate_size": candidate_size}

@@ -241,6 +241,10 @@ def numbers_of_keys(key_cache: torch.Tensor, head_dim: int) -> torch.Tensor:
     if keys.dtype != torch.uint8:
         return f64(keys)
     codes, scales = keys[..., :head_dim].contiguous(), keys[..., head_dim:].contiguous()
+    if keys.dim() == 2:  # a block's keys, then its scales
+        block_size = keys.shape[1] // (head_dim + 4)
+        codes = keys[:, : block_size * head_dim].reshape(-1, block_size, head_dim)
+        scales = keys[:, block_size * head_dim :].reshape(-1, block_size, 4)
     return f64(codes.view(torch.float8_e4m3fn)) * f64(scales.view(torch.float32))
 
 
@@ -258,7 +262,8 @@ def index_scores(
 ) -> list[torch.Tensor]:
     """The scores of every token and the keys that it sees, in the order of `choose_keys`' formula; -inf for keys that
     are in no candidate."""
-    block_size, wide = key_cache.shape[1], numbers_of_keys(key_cache, q.shape[2])
+    wide = numbers_of_keys(key_cache, q.shape[2])
+    block_size = wide.shape[1]
     q, weights, offsets, table = f64(q), f64(weights), cu_seqlens_q.tolist(), block_table.tolist()
     keys_of_token = [torch.zeros(0, dtype=torch.float64)] * len(q)
     for seq, seq_len in enumerate(seq_lens.tolist()):

@@ -10,7 +10,7 @@ import paged.kernels.attention.choose_keys
 from paged.bench.attention.problem import Problem
 from paged.bench.mla.problem import index_problem
 from paged.errors import InvalidInputError
-from paged.kernels.cache.latent_cache import index_keys, write_index_keys
+from paged.kernels.cache.latent_cache import write_index_keys
 from tests.kernels.attention import loops
 from tests.kernels.faulty import planted, turns_red
 from tests.tolerance import assert_within
@@ -21,10 +21,11 @@ module = paged.kernels.attention.choose_keys
 
 def problem(device: torch.device, **options: Any) -> dict[str, Any]:
     heads, dim, packed = options.pop("heads", 5), options.pop("dim", 32), options.pop("packed", False)
+    scales_last = options.pop("scales_last", False)
     pool_size, num_candidates = options.pop("pool_size", 1), options.pop("candidates", 0)
     lengths = tuple((q_len, -(-seq_len // pool_size)) for q_len, seq_len in LENGTHS)  # also keys of open pools
     given = Problem("", lengths, (heads, 1), dim, **{"block_size": 16, "padding_rows": 1, **options})
-    arguments = index_problem(given, device, is_packed=packed)
+    arguments = index_problem(given, device, is_packed=packed, scales_last=scales_last)
     seq_lens = torch.tensor([seq_len for _, seq_len in LENGTHS], dtype=torch.int32, device=device)
     if num_candidates:  # blocks of 5 keys, among them unseen ones and -1
         blocks = torch.rand(len(arguments["q"]), 30, device=device).argsort(1)[:, :num_candidates] - 1
@@ -55,6 +56,7 @@ def check(given: dict[str, Any], top_k: int) -> None:
         {},
         {"packed": True, "heads": 16, "pool_size": 4},
         {"candidates": 9},
+        pytest.param({"packed": True, "scales_last": True, "block_size": 24}, marks=pytest.mark.thorough),
         pytest.param({"candidates": 3, "packed": True, "heads": 64, "pool_size": 2}, marks=pytest.mark.thorough),
         pytest.param({"heads": 3, "pool_size": 7, "block_size": 3}, marks=pytest.mark.thorough),
         pytest.param({"heads": 64, "dim": 128, "packed": True, "block_size": 24}, marks=pytest.mark.thorough),
@@ -94,6 +96,8 @@ def test_no_sequences_and_no_tokens(backend: str, device: torch.device) -> None:
         ({"candidate_size": 257}, "candidate_size: 257"),
         ({"key_cache": torch.zeros(3, 16, 35, dtype=torch.uint8)}, "key_cache"),
         ({"key_cache": torch.zeros(3, 16, 40, dtype=torch.uint8)[..., 1:37]}, "multiples of 4 bytes"),
+        ({"key_cache": torch.zeros(3, 16 * 36 + 4, dtype=torch.uint8)}, "blocks of 580 bytes"),
+        ({"key_cache": torch.zeros(3, 16 * 36 + 1, dtype=torch.uint8)[:, 1:]}, "multiples of 4 bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str, device: torch.device) -> None:
@@ -102,19 +106,23 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str, devi
         module.choose_keys(**{**problem(device), "top_k": 3, **moved})
 
 
-@pytest.mark.parametrize("form", [torch.float32, torch.uint8])
-def test_a_cached_key_is_the_written_one(form: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("form", ["float32", "e4m3", "e4m3, scales last"])
+def test_a_cached_key_is_the_written_one(form: str, device: torch.device) -> None:
     """Within half a unit of e4m3's last place, 2^-4 of a number; other rows stay as they are."""
     keys = torch.randn(3, 32, device=device) * torch.tensor([1e-3, 1.0, 300.0], device=device)[:, None]
-    cache = torch.zeros(4, 8, 32 if form == torch.float32 else 36, dtype=form, device=device)
+    cache = torch.zeros(4, 8, 32, device=device)
+    if form != "float32":
+        cache = torch.zeros(4, 8, 36, dtype=torch.uint8, device=device)
+    if "last" in form:
+        cache = cache.flatten(1)
     write_index_keys(keys, cache, torch.tensor([9, -1, 31], device=device))
-    got = index_keys(cache, 32).flatten(0, 1)
+    got = loops.numbers_of_keys(cache, 32).float().flatten(0, 1).to(device)
     largest = keys.abs().amax(-1, keepdim=True)
     for slot, row in ((9, 0), (31, 2)):
         error = (got[slot] - keys[row]).abs()
-        assert (error <= (0 if form == torch.float32 else 2**-4 * keys[row].abs() + 2e-5 * largest[row])).all()
+        assert (error <= (0 if form == "float32" else 2**-4 * keys[row].abs() + 2e-5 * largest[row])).all()
     kept = [slot for slot in range(1, 32) if slot not in (9, 31)]
-    assert not cache.flatten(0, 1)[kept].any()
+    assert not got[kept].any()
 
 
 # fault -> (text of the kernel, what the faulty copy has instead)
