@@ -18,6 +18,8 @@ from paged.errors import UnsupportedError
 from paged.interop.sglang_backend import PagedAttnBackend, check_layer, refuse_arguments
 from paged.interop.sglang_interface import BACKEND
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
+from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
+from paged.kernels.cache.latent_cache import PACKED_BYTES, PACKED_LATENT, PACKED_ROPE
 from paged.kernels.core.checks import FLOAT_DTYPES
 from paged.kernels.core.operation import bound_for, layout
 
@@ -40,7 +42,7 @@ class PagedLatentBackend(PagedAttnBackend):
         """Keep the runner's pools, and have MLA layers absorb.
 
         Raises:
-            UnsupportedError: as `PagedAttnBackend`; the pool of sparse latents, `DSATokenToKVPool`.
+            UnsupportedError: as `PagedAttnBackend`.
         """
         super().__init__(runner)
         AttentionBackendRegistry.register(BACKEND, always_absorbed)
@@ -54,16 +56,16 @@ class PagedLatentBackend(PagedAttnBackend):
         forward_batch: Any,
         save_kv_cache: bool = True,
         sinks: torch.Tensor | None = None,
+        topk_indices: torch.Tensor | None = None,
         **unknown: Any,
     ) -> torch.Tensor:
         """Write latents to the layer's pool, attend to it, and return [num_tokens, num_heads * latent].
 
         q: [num_tokens, num_heads * (latent + rope)]. k: [num_tokens, 1, latent + rope], the rows to write. v: its
-        latents.
+        latents. topk_indices: the positions that each query sees, as `indices` of `paged_mla_attention`.
 
         Raises:
-            UnsupportedError: an argument (`topk_indices` of sparse latents is one), or a property of the layer, asks
-                for what the backend does not do.
+            UnsupportedError: an argument, or a property of the layer, asks for what the backend does not do.
         """
         refuse_arguments(unknown)
         check_layer(layer)
@@ -73,15 +75,14 @@ class PagedLatentBackend(PagedAttnBackend):
             raise UnsupportedError(f"tp_k_head_num: {layer.tp_k_head_num} heads of expanded latents, expected latents")
         step, pool = self.step, self.token_to_kv_pool
         assert step is not None
-        buffer = pool.get_key_buffer(layer.layer_id)
+        kv_cache = self._as_blocks(pool.get_key_buffer(layer.layer_id)).squeeze(2)  # [pages, page_size, size of a row]
         k_scale = None
-        if buffer.dtype.itemsize == 1:
+        if kv_cache.shape[2] == PACKED_BYTES:
+            kv_cache = kv_cache.view(torch.uint8)
+        elif kv_cache.dtype.itemsize == 1:
             k_scale = layer.k_scale
         if save_kv_cache and k is not None:
-            if k_scale is not None:
-                k = k / k_scale  # the pool casts without a scale
-            pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
-        kv_cache = self._as_blocks(buffer).squeeze(2)  # [pages, page_size, latent + rope]
+            self._write(layer, forward_batch.out_cache_loc, k, kv_cache, k_scale)
         query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [T, H, latent + rope]
         out = query.new_empty(len(query), layer.tp_q_head_num, layer.v_head_dim)  # [T, H, latent]
         options: dict[str, Any] = {
@@ -90,7 +91,7 @@ class PagedLatentBackend(PagedAttnBackend):
             "causal": layer.attn_type == AttentionType.DECODER,
             "window_size": self._window(layer),
         }
-        tensors = layout(kv_cache, out, query, sinks, k_scale)
+        tensors = layout(kv_cache, out, query, sinks, k_scale, topk_indices)
         bound_for(paged_mla_attention, *options.values(), step.table.stride(), *tensors)(
             query,
             kv_cache,
@@ -100,6 +101,7 @@ class PagedLatentBackend(PagedAttnBackend):
             max_seqlen_q=step.max_seqlen_q,
             sinks=sinks,
             k_scale=k_scale,
+            indices=topk_indices,
             plan=step.plan(),
             out=out,
             **options,
@@ -107,3 +109,15 @@ class PagedLatentBackend(PagedAttnBackend):
         return out.flatten(1)
 
     forward_decode = forward_extend
+
+    def _write(
+        self, layer: Any, slots: torch.Tensor, rows: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor | None
+    ) -> None:
+        """Write rows [num_tokens, 1, latent + rope]. The pool casts them without a scale, and does not pack them."""
+        if kv_cache.dtype == torch.uint8:
+            latents, rope = rows.squeeze(1).split_with_sizes([PACKED_LATENT, PACKED_ROPE], 1)
+            concat_and_cache_mla(latents, rope, kv_cache, slots)
+            return
+        if k_scale is not None:
+            rows = rows / k_scale
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots), rows, rows[..., : layer.v_head_dim])

@@ -9,6 +9,7 @@ import torch
 sglang = pytest.importorskip("sglang")
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
+from sglang.srt.layers.attention.dsa.dsa_indexer import Indexer  # noqa: E402
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend  # noqa: E402
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
@@ -20,21 +21,38 @@ from sglang.srt.mem_cache.memory_pool import (  # noqa: E402
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode  # noqa: E402
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context  # noqa: E402
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import (  # noqa: E402
+    enable_breakable_cuda_graph,
+)
+from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch  # noqa: E402
 from sglang.srt.models.gemma3_mm import Gemma3ForConditionalGeneration  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 
 from paged.errors import UnsupportedError  # noqa: E402
 from paged.interop.sglang_interface import INTERFACE  # noqa: E402
 from paged.interop.sglang_plugin import register  # noqa: E402
-from paged.kernels.attention import definition  # noqa: E402
-from tests.tolerance import assert_close  # noqa: E402
+from paged.interop.sglang_sparse_latents import choose  # noqa: E402
+from paged.kernels.attention import definition, latent_definition  # noqa: E402
+from paged.kernels.cache.latent_cache import PACKED_BYTES, dequantized  # noqa: E402
+from tests.tolerance import assert_close, assert_within  # noqa: E402
 
 pytestmark = [pytest.mark.thorough, pytest.mark.usefixtures("sglang_settings")]
 
 HEADS, KV_HEADS, DIM, V_DIM = 4, 2, 32, 32
 LATENT, ROPE = 32, 16
-SLOTS, MAX_LEN = 512, 96
+# Those of DeepSeek-V3.2, the only ones of fp8 rows with scales.
+SPARSE_LATENT, SPARSE_ROPE = 512, 64
+SLOTS, MAX_LEN = 640, 128
 TEXT_MODEL = SimpleNamespace(is_encoder_decoder=False, is_multimodal=False, is_lm_only=False)
+
+
+# Rows of sparse latents: the pool's dtype, and numbers or bytes of a row.
+ROWS = {
+    "sparse latents": (torch.float32, SPARSE_LATENT + SPARSE_ROPE),
+    "sparse latents, e4m3": (torch.float8_e4m3fn, SPARSE_LATENT + SPARSE_ROPE),
+    "sparse latents, e4m3 with scales": (torch.float8_e4m3fn, PACKED_BYTES),
+}
 
 
 def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -47,6 +65,10 @@ def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = tor
     if kind == "latents":
         dense = {"page_size": page_size, "dtype": dtype, "device": device, "layer_num": 2, **latents}
         pool = MLATokenToKVPool(SLOTS, enable_memory_saver=False, **dense)
+    elif kind in ROWS:
+        sizes = {"page_size": page_size, "device": device, "layer_num": 2, "enable_memory_saver": False}
+        sizes |= {"kv_lora_rank": SPARSE_LATENT, "qk_rope_head_dim": SPARSE_ROPE, "index_head_dim": 128}
+        pool = DSATokenToKVPool(SLOTS, dtype=ROWS[kind][0], kv_cache_dim=ROWS[kind][1], **sizes)
     elif kind == "hybrid":
         pool = HybridLinearKVPool(**hybrid)
     elif kind == "hybrid latents":
@@ -66,7 +88,8 @@ def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = tor
         req_to_token_pool=requests,
         token_to_kv_pool=pool,
         prefill_attention_backend_str="paged",
-        model=None,
+        decode_attention_backend_str="paged",
+        model=torch.nn.Module(),
         model_config=TEXT_MODEL,
     )
 
@@ -186,6 +209,12 @@ def expected_of(
     return out
 
 
+SPARSE_STEPS = [
+    (ForwardMode.EXTEND, [(70, 70), (7, 7)]),
+    (ForwardMode.MIXED, [(5, 75), (1, 8)]),
+    (ForwardMode.DECODE, [(1, 76), (1, 9)]),
+    (ForwardMode.TARGET_VERIFY, [(3, 79), (3, 12)]),
+]
 DRAFTS_VERIFIED = (
     (ForwardMode.EXTEND, [(20, 20), (7, 7)]),
     (ForwardMode.TARGET_VERIFY, [(3, 23), (3, 10)]),
@@ -234,6 +263,127 @@ def test_latents(kind: str, dtype: torch.dtype, backend: str, sglang_settings: A
         assert_close(out.view(-1, HEADS, LATENT), expected)
 
 
+def chosen_positions(lengths: list[tuple[int, int]], top_k: int) -> torch.Tensor:
+    """Draw distinct positions for each token, also some behind it, and -1 for none."""
+    random = torch.Generator().manual_seed(len(lengths))
+    rows = []
+    for count, length in lengths:
+        for _ in range(count):
+            order = torch.randperm(length + 3, generator=random) - 1
+            rows.append(torch.nn.functional.pad(order[:top_k], (0, max(0, top_k - length - 3)), value=-1))
+    return torch.stack(rows).int()
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_sparse_latents(kind: str, backend: str, sglang_settings: Any) -> None:
+    """Chunks, decodes and drafts over chosen latents in each form of rows."""
+    register()
+    sglang_settings.override("test", speculative_num_draft_tokens=3)
+    runner = make_runner(64, kind)
+    ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
+    layer = RadixAttention(HEADS, SPARSE_LATENT + SPARSE_ROPE, DIM**-0.5, 1, 1, v_head_dim=SPARSE_LATENT)
+    for mode, lengths in SPARSE_STEPS:
+        step = batch.step(mode, lengths)
+        ours.init_forward_metadata(step)
+        num_tokens = len(step.out_cache_loc)
+        q = torch.randn(num_tokens, HEADS, layer.qk_head_dim)
+        rows = torch.randn(num_tokens, 1, layer.qk_head_dim)
+        chosen = chosen_positions(lengths, 12)
+        latents = rows[..., :SPARSE_LATENT]
+        out = ours.forward(q.flatten(1), rows, latents, layer, step, topk_indices=chosen)
+        cache = runner.token_to_kv_pool.get_key_buffer(1)  # [slots, 1, size of a row]
+        if "scales" in kind:
+            cache = cache.view(torch.uint8)
+        written = dequantized(cache[step.out_cache_loc], SPARSE_LATENT, None)
+        error = torch.zeros_like(rows)
+        if "e4m3" in kind:  # half a unit in the last place, also of numbers below the normal ones
+            error = 2**-4 * rows.abs() + 2**-10
+        assert_within(written, rows.double(), error, is_exact=True)
+        expected, _ = latent_definition.paged_mla_attention(
+            q,
+            cache,
+            v_head_dim=SPARSE_LATENT,
+            block_table=batch.slots[batch.rows[: len(lengths)]].int(),
+            cu_seqlens_q=torch.tensor([0, *(count for count, _ in lengths)]).cumsum(0).int(),
+            seq_lens=torch.tensor([length for _, length in lengths], dtype=torch.int32),
+            softmax_scale=layer.scaling,
+            indices=chosen,
+        )
+        assert_close(out.view(expected.shape), expected)
+
+
+def make_indexer(top_k: int = 5) -> Indexer:
+    """An indexer of SGLang in bfloat16. Its projections have small integers, so sums are the same in any order."""
+    yarn = {"rope_type": "deepseek_yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    sizes = {"hidden_size": 64, "index_n_heads": 16, "index_head_dim": 128, "rope_head_dim": 64, "q_lora_rank": 32}
+    options = {"max_position_embeddings": MAX_LEN, "rope_theta": 1e4, "scale_fmt": None, "rope_scaling": yarn}
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        indexer = Indexer(index_topk=top_k, layer_id=1, **sizes, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for projection in (indexer.wq_b, indexer.wk, indexer.weights_proj):
+        projection.weight.data.copy_(torch.randint(-2, 3, projection.weight.shape))
+    return indexer
+
+
+def test_indexers_in_graphs_of_prompts_and_with_one_projection(backend: str) -> None:
+    """What they choose is that of a plain step, which test_whole compares with transformers."""
+    register()
+    runner, indexer = make_runner(64, "sparse latents"), make_indexer()
+    runner.model.indexer = indexer
+    ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
+    lengths = [(70, 70), (7, 7)]
+    step = batch.step(ForwardMode.EXTEND, lengths)
+    step.extend_num_tokens = 77
+    ours.init_forward_metadata(step)
+    x = torch.randint(-1, 2, (80, 64)).bfloat16()  # three rows of padding
+    q_lora = torch.randint(-1, 2, (80, 32)).bfloat16()
+    positions = torch.cat([torch.arange(70), torch.arange(10)])
+
+    def chosen(num_tokens: int) -> torch.Tensor | None:
+        rows = x[:num_tokens], q_lora[:num_tokens], positions[:num_tokens]
+        with forward_context(ForwardContext(attn_backend=ours)), set_forward_batch(step):
+            result: torch.Tensor | None = indexer(*rows, forward_batch=step, layer_id=1)
+        return result
+
+    plain = chosen(77)
+    assert plain is not None
+    assert plain.shape == (77, 5)
+    assert plain[4].tolist() == [0, 1, 2, 3, 4]
+    keys = runner.token_to_kv_pool.get_index_k_with_scale_buffer(1).clone()
+    with enable_breakable_cuda_graph():
+        padded = chosen(80)
+    assert padded is not None
+    assert torch.equal(padded[:77], plain)
+    assert (padded[77:] == -1).all()
+
+    weights = torch.cat([indexer.wk.weight, indexer.weights_proj.weight])
+    indexer.wk_weights_proj = lambda rows: (rows @ weights.T, None)
+    indexer.use_dsa_indexer_fusion = True
+    assert torch.equal(chosen(77), plain)
+    assert torch.equal(runner.token_to_kv_pool.get_index_k_with_scale_buffer(1), keys)
+
+    indexer.index_topk = 128  # a sequence has two pages at most
+    assert chosen(77) is None
+    with enable_breakable_cuda_graph():
+        padded = chosen(80)
+    assert padded is not None
+    assert torch.equal(padded[:77], torch.arange(128).expand(77, -1))
+
+
+def test_indexers_refuse_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    indexer, x = make_indexer(), torch.zeros(1, 64)
+    step = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    with pytest.raises(UnsupportedError, match="x: quantised"):
+        choose(indexer, (x, x), x, x, step, 0)
+    with pytest.raises(UnsupportedError, match="return_indices"):
+        choose(indexer, x, x, x, step, 0, return_indices=False)
+    monkeypatch.setattr("paged.interop.sglang_sparse_latents.is_in_tc_piecewise_cuda_graph", lambda: True)
+    with pytest.raises(UnsupportedError, match="tc_piecewise"):
+        choose(indexer, x, x, x, step, 0)
+
+
 def test_the_recorded_interface_is_there() -> None:
     assert INTERFACE.gone() == []
 
@@ -252,8 +402,22 @@ def test_refusals_by_name(sglang_settings: Any) -> None:
 
     refused("page_size: 4", page_size=4)
     refused("MLATokenToKVPool", token_to_kv_pool=MLATokenToKVPool.__new__(MLATokenToKVPool))
-    sparse = DSATokenToKVPool.__new__(DSATokenToKVPool)
-    refused("DSATokenToKVPool, expected MLATokenToKVPool", use_mla_backend=True, token_to_kv_pool=sparse)
+    with_pools = make_runner(64, "sparse latents").token_to_kv_pool
+    with_pools.index_kpool = 4
+    small_rows = make_runner(64, "sparse latents, e4m3 with scales").token_to_kv_pool
+    small_rows.qk_rope_head_dim = 32
+    with_sinks, with_first_tokens = torch.nn.Module(), make_indexer()
+    with_sinks.learnable_sink_param = torch.nn.Parameter(torch.zeros(HEADS))
+    with_first_tokens.num_init_tokens = 1
+    sparse = {"use_mla_backend": True, "token_to_kv_pool": make_runner(64, "sparse latents").token_to_kv_pool}
+    refused("index_kpool: 4", **sparse | {"token_to_kv_pool": with_pools})
+    refused(r"qk_rope_head_dim: \(512, 32\)", **sparse | {"token_to_kv_pool": small_rows})
+    refused("decode_attention_backend: 'dsa'", **sparse, decode_attention_backend_str="dsa")
+    refused("learnable_sink_param", **sparse, model=with_sinks)
+    refused("index_init_tokens", **sparse, model=with_first_tokens)
+    sglang_settings.override("test", enable_return_indexer_topk=True)
+    refused("enable_return_indexer_topk", **sparse)
+    sglang_settings.override("test", enable_return_indexer_topk=False)
     refused("is_draft_worker", is_draft_worker=True)
     refused("cross attention", model_config=SimpleNamespace(is_encoder_decoder=True))
     with_images = SimpleNamespace(is_encoder_decoder=False, is_multimodal=True, is_lm_only=False)

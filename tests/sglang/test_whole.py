@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 pytest.importorskip("sglang")
 
 from paged.interop.sglang_plugin import register
+from paged.kernels.cache.latent_cache import encode_index_keys, index_keys
 from tests.models.families import FAMILIES, save_checkpoint, tokens
-from tests.sglang.whole import run_sglang
+from tests.sglang.whole import Sglang, run_sglang
 
 pytestmark = pytest.mark.thorough
 
@@ -26,6 +28,19 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+def run_prompts(sglang: Sglang, prompts: list[list[int]]) -> tuple[list[tuple[str, list[int]]], dict[str, list[int]]]:
+    """Return the steps and tokens of prompts; the last one comes after the first token of the others."""
+    last = len(prompts) - 1
+    for i, prompt in enumerate(prompts[:last]):
+        sglang.add(str(i), prompt, NUM_NEW)
+    while not sglang.outputs:
+        sglang.step()
+    sglang.add(str(last), prompts[last], NUM_NEW)
+    while sglang.step():
+        pass
+    return sglang.steps, sglang.outputs
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "deepseek_v3"])
 def test_greedy_tokens_equal_those_of_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -37,16 +52,38 @@ def test_greedy_tokens_equal_those_of_transformers(
     prompts = [tokens(21, 1), tokens(7, 2), tokens(40, 3)]
     prompts.append(prompts[2][:36] + tokens(5, 4))
     with run_sglang(family, tmp_path, attention_backend="paged") as sglang:
-        for i, prompt in enumerate(prompts[:3]):
-            sglang.add(str(i), prompt, NUM_NEW)
-        while not sglang.outputs:
-            sglang.step()
-        sglang.add("3", prompts[3], NUM_NEW)
-        while sglang.step():
-            pass
-        steps, outputs = sglang.steps, sglang.outputs
+        steps, outputs = run_prompts(sglang, prompts)
     modes = {mode for mode, _ in steps}
     assert modes == {"EXTEND", "MIXED", "DECODE"}
     assert any(32 in prefixes for _, prefixes in steps)  # pages of the third prompt
+    for i, prompt in enumerate(prompts):
+        assert outputs[str(i)] == greedy(model, prompt)
+
+
+def test_greedy_tokens_of_chosen_latents_equal_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V3.2, whose indexers choose 5 of up to 80 keys. SGLang rounds index keys to e4m3, weights to bfloat16.
+
+    Prompts together, mixed, with a prefix.
+    """
+    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    register()
+    config = FAMILIES["deepseek_v32"]
+    config.index_head_dim = 128  # SGLang's pool has keys of this size alone
+    model = save_checkpoint(config, tmp_path)
+    prompts = [tokens(7, 1), tokens(75, 2)]
+    prompts.append(prompts[1][:70] + tokens(5, 3))
+    pages = {"page_size": 64, "chunked_prefill_size": 128}
+    with run_sglang("deepseek_v32", tmp_path, attention_backend="paged", **pages) as sglang:
+        steps, outputs = run_prompts(sglang, prompts)
+    assert {mode for mode, _ in steps} == {"EXTEND", "MIXED", "DECODE"}
+    assert any(64 in prefixes for _, prefixes in steps)  # a page of the second prompt
+
+    for layer in model.model.layers:
+        layer.self_attn.indexer.weights_proj.bfloat16()
+    monkeypatch.setattr(
+        DynamicCache, "update_indexer", lambda cache, keys, layer: index_keys(encode_index_keys(keys), 128)
+    )
     for i, prompt in enumerate(prompts):
         assert outputs[str(i)] == greedy(model, prompt)

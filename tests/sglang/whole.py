@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from sglang.srt.arg_groups import model_hook
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
@@ -17,8 +19,9 @@ from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 
-# Published checkpoints of DeepSeek-V3 have settings that transformers does not write.
-PUBLISHED = {"deepseek_v3": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+# Published checkpoints of DeepSeek have settings that transformers does not write.
+_ROUTING = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+PUBLISHED = {"deepseek_v3": _ROUTING, "deepseek_v32": _ROUTING}
 
 
 class Sglang:
@@ -73,6 +76,16 @@ class Sglang:
 
 
 @contextmanager
+def without_gpu_settings() -> Iterator[None]:
+    """Skip what SGLang sets for models with an indexer by the GPU: the dtype of the cache, and its own kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        for name in ("_dsa_kv_cache_dtype_default", "_dsa_split_backend_resolution"):
+            patch.setattr(model_hook, name, lambda settings: {})
+        yield
+
+
+@contextmanager
 def run_sglang(family: str, folder: Path, **options: Any) -> Iterator[Sglang]:
     """SGLang of a checkpoint of tests/models/families.py, on a CPU in float32."""
     config = folder / "config.json"
@@ -83,7 +96,8 @@ def run_sglang(family: str, folder: Path, **options: Any) -> Iterator[Sglang]:
     settings |= {"sampling_backend": "pytorch", "grammar_backend": "none", "disable_cuda_graph": True}
     arguments = ServerArgs(str(folder), **settings | options)
     ports = PortArgs.init_new(arguments)
-    publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    with without_gpu_settings():
+        publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     try:
         yield Sglang(Scheduler(arguments, ports))
     finally:
