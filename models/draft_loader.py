@@ -87,10 +87,7 @@ def load_draft_head(
 def _block_drafter(target: Network, folder: Path) -> tuple[DraftHead, StoredTensors]:
     drafter = target.config.block_drafter
     assert drafter is not None
-    stored: StoredTensors = {}
-    for name, tensor in _head_tensors(target, folder, "main_proj").items():
-        if not UNUSED.search(name):
-            stored[name] = tensor
+    stored = _head_tensors(target, folder, "main_proj")
     has_confidence_head = any(".confidence_head." in name for name in stored)
     config = _with_layers(target.config, drafter.num_layers, drafter.moe)
     config = replace(config, quantization=as_stored(config.quantization, stored))
@@ -104,7 +101,10 @@ def _head_tensors(target: Network, folder: Path, projection: str) -> StoredTenso
     """
     prefix = multi_token_prefix(target.config)
     named = text_tensors(type(target), target.config, read_headers(folder))
-    stored = {name: tensor for name, tensor in named.items() if name.startswith(prefix)}
+    stored: StoredTensors = {}
+    for name, tensor in named.items():
+        if name.startswith(prefix) and not UNUSED.search(name):
+            stored[name] = tensor
     if not stored:
         raise CheckpointError(f"{prefix}{projection}: {folder} has no multi-token head; use it without a draft")
     return stored

@@ -55,10 +55,11 @@ _EXPERT = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(\d{1,9})\."
 _STACKED = re.compile(r"model\.layers\.(\d{1,9})\.(?:\w+\.)?experts\.(?:gate_)?up_proj")
 _FUSED_MLP = re.compile(r"model\.layers\.\d{1,9}\.(?:\w+\.)+gate_up_proj\.weight")
 _WHOLE_CONV = re.compile(r"model\.layers\.\d{1,9}\.linear_attn\.conv1d\.weight")
-# Tensors of Qwen4-Exp that serve statistics, or that its authors' code makes and does not read; and those that choose
-# experts for pictures in DeepSeek-V4.1.
+# Tensors of Qwen4-Exp that serve statistics, or that its authors' code makes and does not read; those that choose
+# experts for pictures in DeepSeek-V4.1; and the LM head of Hy3's multi-token layer, which reads the model's instead.
 UNUSED = re.compile(
     r"\.ple_embedding\.(?:hashstats_\w+|token_lookup)\Z|\bmodel\.norm\.block_inject_weight\.|\.gate\.bias_vl\Z"
+    r"|\.shared_head\.weight\Z"
 )
 _BODY_MODULE = re.compile(r"model\.\w+\.(?:weight|bias)\w*|model\.rotary_emb\.alpha")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

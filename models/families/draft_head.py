@@ -54,6 +54,7 @@ class HeadNames:
 MULTI_TOKEN_HEADS: Mapping[str, HeadNames] = {
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), HeadNames("model.layers.{}")),
     "deepseek_v4": HeadNames("mtp.0", norm="norm", embedding="emb.tok_emb", lm_head="head"),
+    "hy_v3": HeadNames("model.layers.{}", norm="final_layernorm", normed=True),
     "mimo": HeadNames(
         "model.mtp_layers.0",
         token_norm="token_layernorm",

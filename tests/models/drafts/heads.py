@@ -22,6 +22,12 @@ PUBLISHED = {
         name: (name, "model.layers.2", "model.layers.2", _GLM_NAMES)
         for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
     },
+    "hy_v3": (
+        "hy_v3",
+        "model.layers.2",
+        "model.layers.2",
+        ("enorm", "hnorm", "eh_proj", "final_layernorm", "shared_head"),
+    ),
     "mimo": ("qwen2", "model.mtp_layers.0", "model.mtp_layers.0", _MIMO_NAMES),
     "qwen3_5": ("qwen3_5", *_QWEN),
     "qwen3_next": ("qwen3_next", *_QWEN),

@@ -132,7 +132,7 @@ def test_norms(tmp_path: Path) -> None:
         "qwen3_5",
         *(
             pytest.param(one, marks=pytest.mark.thorough)
-            for one in ("deepseek_v3", "glm4_moe_lite", "mimo", "qwen3_next")
+            for one in ("deepseek_v3", "glm4_moe_lite", "hy_v3", "mimo", "qwen3_next")
         ),
     ],
 )
