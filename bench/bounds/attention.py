@@ -6,7 +6,7 @@ import torch
 
 from paged.bench.bounds.first_order import ELEMENTARY, Defined, U, gamma, independent, rounding, unit
 from paged.bench.problems.arguments import Arguments, Tensors
-from paged.kernels.cache.latent_cache import stored_rows
+from paged.kernels.cache.latent_cache import latent_kind, stored_rows
 from paged.kernels.core.dtypes import kv_kind
 
 
@@ -98,7 +98,7 @@ def _score_error(arguments: Arguments, q: torch.Tensor, k: torch.Tensor, shape: 
 
 def latent_attention(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     q, scale, size = arguments["q"].double(), arguments["softmax_scale"], arguments["v_head_dim"]
-    u, is_packed = unit(arguments["q"].dtype), arguments["kv_cache"].dtype == torch.uint8
+    u, is_packed = unit(arguments["q"].dtype), latent_kind(arguments["kv_cache"]) == "packed"
     cache = _latent_numbers(arguments)
     sinks, block_size = arguments.get("sinks"), cache.shape[1]
     offsets = arguments["cu_seqlens_q"].tolist()
@@ -212,14 +212,10 @@ def _rotate_error(error: torch.Tensor, largest: torch.Tensor, cos_sin: torch.Ten
 def _latent_numbers(arguments: Arguments) -> torch.Tensor:
     """Return the numbers of a latent cache, [num_blocks, block_size, D]."""
     cache, scale = arguments["kv_cache"], arguments.get("k_scale")
-    if cache.dtype != torch.uint8:
-        numbers: torch.Tensor = cache.double()
-        if scale is not None:
-            numbers = numbers * scale.double()
-        return numbers
-    codes, scales, rope = (part.contiguous() for part in cache.split((512, 16, 128), -1))
-    latents = codes.view(torch.float8_e4m3fn).double() * scales.view(torch.float32).double().repeat_interleave(128, -1)
-    return torch.cat([latents, rope.view(torch.bfloat16).double()], -1)
+    numbers = stored_rows(cache, torch.float64)
+    if scale is not None:
+        numbers = numbers * scale.double()
+    return numbers
 
 
 def merged_states(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:

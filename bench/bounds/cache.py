@@ -8,7 +8,11 @@ from paged.bench.bounds.first_order import ELEMENTARY, Defined, gamma, independe
 from paged.bench.bounds.layers import norm_error, rotation
 from paged.bench.problems.arguments import Arguments, Tensors, marked
 from paged.kernels.cache import definition
+from paged.kernels.cache.latent_cache import RecordForm, record_form
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
+
+# Half a unit of e4m3: relative to a number, and to the scale for numbers below the smallest normal one, 2^-6.
+_HALF_CODE, _HALF_SUBNORMAL = 2.0**-4, 2.0**-10
 
 
 def stored_error(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -> torch.Tensor:
@@ -35,6 +39,26 @@ def stored_error(want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor) -
     if dtype in KV_KINDS:
         return _distance_to_code(want, dtype) + before + ELEMENTARY * want.abs()
     return rounding(want, dtype) + before
+
+
+def record_error(want: torch.Tensor, form: RecordForm, before: torch.Tensor) -> torch.Tensor:
+    """Return the error of rows [..., num_numbers] in records. before: as in `stored_error`."""
+    codes, rope = want.tensor_split([form.num_codes], -1)
+    before_codes, before_rope = before.tensor_split([form.num_codes], -1)
+    if form.codes_per_byte == 2:
+        error = stored_error(codes, torch.float4_e2m1fn_x2, before_codes)
+    else:
+        groups = codes.unflatten(-1, (-1, form.group))
+        scales = groups.abs().amax(-1, keepdim=True) / 448
+        if form.scale_dtype == torch.uint8:
+            scales = 2 * scales  # at most: they are rounded up to powers of two
+        error = before_codes + half_code(groups, scales).flatten(-2)
+    return torch.cat([error, stored_error(rope, form.rope_dtype, before_rope)], -1)
+
+
+def half_code(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the error of numbers that are rounded to e4m3 codes with these scales."""
+    return torch.maximum(_HALF_CODE * numbers.abs(), _HALF_SUBNORMAL * scales) + ELEMENTARY * numbers.abs()
 
 
 def _distance_to_code(want: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -91,22 +115,14 @@ def latent_write(card: Defined, arguments: Arguments, want: Tensors) -> Tensors:
     relative = ELEMENTARY
     if is_normed:
         relative += norm_error(size)
-    errors = {}
-    if "kv_cache" in want:
-        rows, dtype = want["kv_cache"], arguments["kv_cache"].dtype
-        before = torch.zeros_like(rows)
-        if is_normed:
-            before[..., :size] = relative * rows[..., :size].abs()
-            before[..., size:] = rotation(rows[..., size:], arguments)
-        errors["kv_cache"] = stored_error(rows, dtype, before)
-    else:
-        # A code is relative to the largest latent, so it has the errors of both.
-        errors["codes"] = _distance_to_code(want["codes"], torch.float8_e4m3fn) + 2 * relative * want["codes"].abs()
-        errors["scales"] = rounding(want["scales"], torch.float32) + relative * want["scales"].abs()
-        errors["rope"] = rounding(want["rope"], torch.bfloat16)
-        if is_normed:
-            errors["rope"] += rotation(want["rope"], arguments)
-    errors = {name: _in_slots(error, arguments["slot_mapping"]) for name, error in errors.items()}
+    rows, cache = want["kv_cache"], arguments["kv_cache"]
+    before = torch.zeros_like(rows)
+    if is_normed:
+        before[..., :size] = relative * rows[..., :size].abs()
+        before[..., size:] = rotation(rows[..., size:], arguments)
+    form = record_form(cache, rows.shape[-1])
+    error = stored_error(rows, cache.dtype, before) if form is None else record_error(rows, form, before)
+    errors = {"kv_cache": _in_slots(error, arguments["slot_mapping"])}
     if "q_rope" in want:
         errors["q_rope"] = rounding(want["q_rope"], arguments["q_rope"].dtype)
         errors["q_rope"] += rotation(want["q_rope"], arguments)

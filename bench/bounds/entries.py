@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paged.bench.bounds.cache import stored_error
+from paged.bench.bounds.cache import half_code, record_error
 from paged.bench.bounds.first_order import ELEMENTARY, Defined, U, gamma, rounding
 from paged.bench.bounds.layers import norm_error
 from paged.bench.problems.arguments import Arguments, Tensors
@@ -14,8 +14,6 @@ from paged.kernels.cache import pooled_definition
 from paged.kernels.cache.definition import with_rows
 from paged.kernels.cache.latent_cache import record_form
 
-# Half a unit of e4m3: relative to a number, and to the scale for numbers below the smallest normal one, 2^-6.
-_HALF_CODE, _HALF_SUBNORMAL = 2.0**-4, 2.0**-10
 _FINISH = ("norm_weight", "eps", "cos_sin_cache", "interleaved", "rotates_last")
 
 
@@ -94,17 +92,5 @@ def _stored(entries: torch.Tensor, error: torch.Tensor, entry_cache: torch.Tenso
     form = record_form(entry_cache, entries.shape[1])
     if form is None:
         scale = entries.abs().amax(-1, keepdim=True) / 448
-        return error + _half_code(entries, scale)
-    numbers, rotated = entries.tensor_split([form.num_codes], -1)
-    error_of_numbers, error_of_rotated = error.tensor_split([form.num_codes], -1)
-    if form.kind == "nvfp4_record":
-        error_of_numbers = stored_error(numbers, torch.float4_e2m1fn_x2, error_of_numbers)
-    else:
-        groups = numbers.unflatten(-1, (-1, form.group))
-        scale = 2 * groups.abs().amax(-1, keepdim=True) / 448  # at most: it is rounded up to a power of two
-        error_of_numbers = error_of_numbers + _half_code(groups, scale).flatten(-2)
-    return torch.cat([error_of_numbers, error_of_rotated + rounding(rotated, torch.bfloat16)], -1)
-
-
-def _half_code(entries: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.maximum(_HALF_CODE * entries.abs(), _HALF_SUBNORMAL * scale) + ELEMENTARY * entries.abs()
+        return error + half_code(entries, scale)
+    return record_error(entries, form, error)

@@ -28,6 +28,7 @@ from paged.bench.problems.arguments import Arguments, num_bytes
 from paged.kernels.attention import definition, latent_definition
 from paged.kernels.attention.cascade_attention import cascade_plans
 from paged.kernels.attention.merge_attn_states import merge_attn_states
+from paged.kernels.cache.latent_cache import NVFP4_LATENT_BYTES, encode_records
 from paged.kernels.core.device import use_triton
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 
@@ -195,14 +196,21 @@ def _cascade_cost(card: Card, arguments: Arguments) -> Cost:
     return Cost(cost.flops, cost.num_bytes - repeated)
 
 
-def _latents(draw: Draw, *, lengths: Lengths, heads: int, sizes: tuple[int, int], chosen: int = 0) -> Arguments:
-    """Draw a step over latents. chosen: keys that a query sees, 0 for all."""
+def _latents(
+    draw: Draw, *, lengths: Lengths, heads: int, sizes: tuple[int, int], chosen: int = 0, record_bytes: int = 0
+) -> Arguments:
+    """Draw a step over latents.
+
+    chosen: keys that a query sees, 0 for all. record_bytes: size of rows that are records, 0 for rows of numbers.
+    """
     latent, rope = sizes
     groups = tuple((1, q_len, seq_len) for q_len, seq_len in lengths)
     case = AttentionCase("kernels", "latents", groups, (heads, 1), 64, latent + rope, latent, latent=True)
     step, (layer,) = case.tensors(draw.device, draw.dtype, 1)
     arguments = {"q": layer.q, "kv_cache": layer.k_cache[:, :, 0], **step.arguments, "plan": step.plan()}
     arguments |= {"softmax_scale": (latent + rope) ** -0.5, "v_head_dim": latent}
+    if record_bytes:
+        arguments["kv_cache"] = encode_records(arguments["kv_cache"], record_bytes)
     if chosen:
         first = torch.arange(len(layer.q), device=draw.device).remainder(7)[:, None]
         indices = (torch.arange(chosen, device=draw.device) * 3 + first).to(torch.int32)
@@ -442,7 +450,11 @@ CARDS = (
         named("out", "lse"),
         errors=bounds.latent_attention,
         cost=_latent_cost,
-        rows=(Row(_LATENTS, "decode"), Row({**_LATENTS, "chosen": same(2048)}, "chosen")),
+        rows=(
+            Row(_LATENTS, "decode"),
+            Row({**_LATENTS, "chosen": same(2048)}, "chosen"),
+            Row({**_LATENTS, "record_bytes": same(NVFP4_LATENT_BYTES)}, "nvfp4"),
+        ),
         edges=tuple(
             Edge(case.name, partial(_latent_option, case), case.name in _QUICK_LATENTS) for case in mla_problem.PROBLEMS
         ),

@@ -20,7 +20,7 @@ from paged.bench.limits import Cost
 from paged.bench.problems.arguments import Arguments, Tensors, marked, num_bytes
 from paged.kernels.cache import definition
 from paged.kernels.cache.copy_blocks import BlockCopy
-from paged.kernels.cache.latent_cache import LatentParts, typed_parts
+from paged.kernels.cache.latent_cache import NVFP4_LATENT_BYTES, PACKED_BYTES, stored_rows
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.cache.reshape_and_cache import reshape_and_cache
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
@@ -29,8 +29,6 @@ _KV = {"num_kv_heads": (8, 2, 2), "dim": HEAD_DIM}
 _ROTARY = {"tokens": TOKENS, "heads": HEADS, "dim": HEAD_DIM}
 # Latents of DeepSeek-V3 (DeepSeek-AI, 2024).
 _LATENT = {"tokens": TOKENS, "sizes": same((512, 64))}
-# Bytes of a token in the published fp8 form of latents, with a latent of 512 and 64 rotated elements.
-_PACKED_ROW = 656
 _ODD_TOKENS = (0, 1, 5)
 _ODD_HEADS = ((1, 1), (6, 3), (4, 2))
 
@@ -107,23 +105,25 @@ def _transformed_rows(draw: Draw) -> Iterator[Arguments]:
             yield {**heads, **arguments, **rotation}
 
 
-def _latents(draw: Draw, *, tokens: int, sizes: tuple[int, int], is_packed: bool = False) -> Arguments:
-    """Draw writes of latents. is_packed: rows of 656 bytes: e4m3 codes, float32 scales and a bfloat16 part."""
+def _latents(draw: Draw, *, tokens: int, sizes: tuple[int, int], record_bytes: int = 0) -> Arguments:
+    """Draw writes of latents. record_bytes: size of rows that are records, 0 for rows of numbers."""
     latent, k_rope = draw.normal(tokens, sizes[0]), draw.normal(tokens, sizes[1])
     num_blocks, slots = draw.slots(tokens)
     cache = draw.normal(num_blocks, BLOCK_SIZE, sum(sizes))
-    if is_packed:
-        cache = torch.zeros(num_blocks, BLOCK_SIZE, _PACKED_ROW, dtype=torch.uint8, device=draw.device)
+    if record_bytes:
+        cache = torch.zeros(num_blocks, BLOCK_SIZE, record_bytes, dtype=torch.uint8, device=draw.device)
     return {"latent": latent, "k_rope": k_rope, "kv_cache": cache, "slot_mapping": slots}
 
 
-def _rotated_latents(draw: Draw, *, tokens: int, heads: int, sizes: tuple[int, int], rotates: bool = True) -> Arguments:
+def _rotated_latents(
+    draw: Draw, *, tokens: int, heads: int, sizes: tuple[int, int], rotates: bool = True, record_bytes: int = 0
+) -> Arguments:
     """Draw writes of latents with a norm before them. rotates: whether the parts beside latents rotate."""
     size, rope = sizes
     positions, cos_sin_cache = draw.rotary(tokens, rope if rotates else 0)
     return {
         "q_rope": draw.normal(tokens, heads, rope),
-        **_latents(draw, tokens=tokens, sizes=sizes),
+        **_latents(draw, tokens=tokens, sizes=sizes, record_bytes=record_bytes),
         "positions": positions,
         "cos_sin_cache": cos_sin_cache,
         "latent_weight": draw.normal(size),
@@ -296,23 +296,9 @@ def _cache_results(arguments: Arguments) -> Tensors:
     return results
 
 
-def _latent_results(parts: LatentParts) -> Tensors:
-    """Return a latent cache, or the three parts of its rows of 656 bytes, each for its own budget.
-
-    A code may be the neighbour of the nearest code, because float32 rounds before the code is chosen.
-    """
-    if parts.scales is None:
-        return {"kv_cache": torch.cat([parts.latent, parts.rope], -1)}
-    return {"codes": parts.latent, "scales": parts.scales, "rope": parts.rope}
-
-
 def _written_latents(arguments: Arguments) -> Tensors:
-    return _latent_results(typed_parts(arguments["kv_cache"], arguments["latent"].shape[1]))
-
-
-def _rotated_latents_expected(arguments: Arguments) -> Tensors:
-    q_rope, parts = definition.mla_norm_rope_and_cache(**arguments)
-    return {"q_rope": q_rope, **_latent_results(parts)}
+    """Return the numbers of a latent cache."""
+    return {"kv_cache": stored_rows(arguments["kv_cache"], torch.float64)}
 
 
 def _named_caches(caches: list[torch.Tensor]) -> Tensors:
@@ -378,19 +364,23 @@ CARDS = (
     Card(
         "concat_and_cache_mla",
         _latents,
-        lambda arguments: _latent_results(definition.concat_and_cache_mla(**arguments)),
+        defined(definition.concat_and_cache_mla, "kv_cache"),
         lambda arguments, _: _written_latents(arguments),
         errors=bounds.latent_write,
         writes=_slots_of("kv_cache"),
         cost=_latent_cost,
-        rows=(Row(_LATENT), Row({**_LATENT, "is_packed": same(True)}, "packed")),
+        rows=(
+            Row(_LATENT),
+            Row({**_LATENT, "record_bytes": same(PACKED_BYTES)}, "packed"),
+            Row({**_LATENT, "record_bytes": same(NVFP4_LATENT_BYTES)}, "nvfp4"),
+        ),
         odd={"tokens": _ODD_TOKENS, "sizes": ((512, 16), (32, 16))},
         compiled=partial(compiled_latents.write_cases, fused=False),
     ),
     Card(
         "mla_norm_rope_and_cache",
         _rotated_latents,
-        _rotated_latents_expected,
+        defined(definition.mla_norm_rope_and_cache, "q_rope", "kv_cache"),
         lambda arguments, q: {"q_rope": q, **_written_latents(arguments)},
         errors=bounds.latent_write,
         writes=_slots_of("kv_cache", also=("q_rope",)),
@@ -398,6 +388,7 @@ CARDS = (
         rows=(
             Row({"heads": (128, 16, 4), **_LATENT}),
             Row({"heads": (32, 16, 4), **_LATENT, "rotates": same(False)}, "unrotated"),
+            Row({"heads": (128, 16, 4), **_LATENT, "record_bytes": same(NVFP4_LATENT_BYTES)}, "nvfp4"),
         ),
         odd={
             "tokens": _ODD_TOKENS,

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from paged.bench.attention import problem as attention_problem
+from paged.kernels.cache.latent_cache import NVFP4_LATENT_BYTES, PACKED_BYTES, RECORD_FORMS, encode_records
 
 
 @dataclass(frozen=True)
 class Problem:
     """Shapes of one batch; lengths are (query length, key length) per sequence.
 
-    form: form of the cache: "" for the dtype of q, "e4m3" with one scale, "packed" for the published fp8 form.
+    form: form of the cache: "" for the dtype of q, "e4m3" with one scale, or "packed" or "nvfp4" for records.
     chosen: number of keys that each query sees, at random positions, in disorder among entries of -1; 0 for all.
     coverage: q = 0, and latents are one-hot of the position: every key counts the same, so a dropped key shows.
     """
@@ -36,6 +37,8 @@ class Problem:
     coverage: bool = False
 
 
+_RECORD_BYTES = {"packed": PACKED_BYTES, "nvfp4": NVFP4_LATENT_BYTES}
+
 PROBLEMS = (
     Problem("mixed batch", ((1, 17), (5, 18), (40, 40), (1, 700), (2, 1), (0, 3)), padding_rows=2),
     Problem("split", ((1, 2011), (1, 65)), coverage=True),
@@ -50,9 +53,12 @@ PROBLEMS = (
     Problem("window on both sides", ((4, 90), (50, 50)), window_size=(3, 9), causal=False, sinks=True, block_size=24),
     Problem("e4m3", ((1, 300), (5, 20)), form="e4m3"),
     Problem("packed", ((1, 40), (5, 20)), sizes=(512, 64), form="packed"),
+    Problem("nvfp4", ((1, 40), (5, 20)), sizes=(512, 64), form="nvfp4"),
     Problem("chosen keys", ((5, 90), (1, 20), (4, 3)), heads=5, chosen=33, padding_rows=1),
     Problem("split chosen keys", ((1, 1100), (1, 700)), sinks=True, chosen=600, block_size=64, causal=False),
     Problem("packed, chosen", ((2, 60),), sizes=(512, 64), form="packed", chosen=20),
+    Problem("nvfp4, chosen", ((2, 60),), sizes=(512, 64), form="nvfp4", chosen=20),
+    Problem("nvfp4, window", ((3, 60),), sizes=(512, 64), form="nvfp4", window_size=(20, -1)),
 )
 
 
@@ -99,11 +105,12 @@ def make(problem: Problem, device: torch.device) -> dict[str, Any]:
 def _stored(cache: torch.Tensor, form: str) -> torch.Tensor:
     if form == "e4m3":
         return cache.to(torch.float8_e4m3fn)
-    if form != "packed":
+    if form not in _RECORD_BYTES:
         return cache
-    latent, rope = cache[..., :512].to(torch.float8_e4m3fn), cache[..., 512:].bfloat16()
-    scales = torch.rand(*cache.shape[:2], 4) + 0.5
-    return torch.cat([part.contiguous().view(torch.uint8) for part in (latent, scales, rope)], -1)
+    record = RECORD_FORMS[_RECORD_BYTES[form]]
+    factors = torch.rand(record.num_numbers // record.group + 1) + 0.5  # neighbouring groups have other scales
+    rows = cache.float() * factors.repeat_interleave(record.group)[: record.num_numbers]
+    return encode_records(rows, record.num_bytes)
 
 
 def index_problem(

@@ -60,7 +60,7 @@ def paged_mla_attention(
             keys = keys.where(visible, 0)
         if visible.any():
             stored = _rows(kv_cache, block_table[queries.seq], keys)
-            latents = dequantized(stored, v_head_dim, k_scale, compute)  # [L, D] or [n, L, D]
+            latents = dequantized(stored, k_scale, compute)  # [L, D] or [n, L, D]
             scores = q[rows].to(compute) @ latents.transpose(-1, -2) * softmax_scale  # [n, H, L]
             scores.masked_fill_(~visible[:, None], -math.inf)
             out[rows], lse[rows] = attend(scores, latents[..., :v_head_dim], sinks)

@@ -20,7 +20,7 @@ from .plan_kernel import ITEM_SIZE
 _GROUP = tl.constexpr(128)  # latents that share a scale in the published fp8 form
 _RECORD_GROUP = tl.constexpr(64)  # codes that share a power of two in a record, and bfloat16 numbers behind them
 _MXFP8_GROUP = tl.constexpr(32)  # codes that share a power of two in a record of codes alone
-_NVFP4_GROUP = tl.constexpr(16)  # codes that share an e4m3 scale in a record of two codes a byte
+_NVFP4_GROUP = tl.constexpr(16)  # codes that share an e4m3 scale, two codes a byte
 
 
 class Latents(NamedTuple):
@@ -28,7 +28,7 @@ class Latents(NamedTuple):
 
     latent_ptr: Any
     rope_ptr: Any
-    scales_ptr: Any  # scales of the published fp8 form, else None
+    scales_ptr: Any  # scales of records, else None
     stride_block: Any  # strides of the latents; rotated parts and scales have their own
     stride_slot: Any
     stride_rope_block: Any
@@ -153,7 +153,8 @@ def _load_block(
     MASKED: tl.constexpr,
 ):
     """Load latents [BLOCK_N, LATENT_PADDED] and rotated parts [BLOCK_N, ROPE_PADDED] of keys, in the dtype of q."""
-    offs_v = tl.arange(0, LATENT_PADDED)
+    CODES_PER_BYTE: tl.constexpr = 2 if KIND == "nvfp4_latent" else 1
+    offs_v = tl.arange(0, LATENT_PADDED // CODES_PER_BYTE)
     offs_r = tl.arange(0, ROPE_PADDED)
     rows = row_offsets(block, slots, latents.stride_block, latents.stride_slot)
     ptrs = latents.latent_ptr + rows[:, None] + offs_v[None, :]
@@ -170,10 +171,15 @@ def _load_block(
         numbers = decode_e4m3(latent, NATIVE_FP8).to(tl.float32)
         numbers = numbers.reshape(BLOCK_N, LATENT_PADDED // _GROUP, _GROUP) * scales[:, :, None]
         latent = numbers.reshape(BLOCK_N, LATENT_PADDED).to(dtype)
-        if dtype == tl.bfloat16:
-            rope = rope.to(tl.bfloat16, bitcast=True)
-        else:  # a bfloat16 is the upper half of a float32
-            rope = (rope.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(dtype)
+        rope = rope.to(dtype)
+    elif KIND == "nvfp4_latent":
+        NUM_GROUPS: tl.constexpr = LATENT_PADDED // _NVFP4_GROUP
+        offs_g = tl.arange(0, NUM_GROUPS)
+        place = offs_g % 4 * (NUM_GROUPS // 4) + offs_g // 4  # see `_Nvfp4LatentForm`
+        scale_rows = row_offsets(block, slots, latents.stride_scales_block, latents.stride_scales_slot)
+        scales = _load_rows(latents.scales_ptr + scale_rows[:, None] + place[None, :], key_mask, None, MASKED)
+        latent = decode_nvfp4(latent, scales, NATIVE_FP8).to(dtype)  # of 6 bits, so exact in 16 bits
+        rope = decode_e4m3(rope, NATIVE_FP8).to(dtype)
     return latent, rope
 
 
@@ -260,7 +266,7 @@ def _mla_attention_kernel(
     q_ptr,  # [num_tokens, GROUP, V_HEAD_DIM + ROPE_DIM]
     latent_ptr,  # [num_blocks, KV_BLOCK_SIZE, V_HEAD_DIM]
     rope_ptr,  # [num_blocks, KV_BLOCK_SIZE, ROPE_DIM]
-    scales_ptr,  # [num_blocks, KV_BLOCK_SIZE, V_HEAD_DIM / 128], or None
+    scales_ptr,  # [num_blocks, KV_BLOCK_SIZE, groups of V_HEAD_DIM], or None
     out_ptr,  # [num_tokens, GROUP, V_HEAD_DIM]
     lse_ptr,  # [GROUP, num_tokens], or None
     block_table_ptr,  # [num_seqs, max_blocks_per_seq]
@@ -303,7 +309,7 @@ def _mla_attention_kernel(
     BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr,  # whether window_left limits the keys
     ONE_LOOP: tl.constexpr,  # mask all blocks: for windows, chosen keys, and tiles whose two loops would spill
-    KIND: tl.constexpr,  # name of a `KvKind`, or "packed"
+    KIND: tl.constexpr,  # see `latent_kind`
     NATIVE_FP8: tl.constexpr,
     CLEAR_PADDING: tl.constexpr,  # also write the rows from first_padding on
 ):

@@ -68,8 +68,10 @@ def paged_mla_attention(
         q: [num_tokens, num_heads, latent + rope], float32, float16 or bfloat16, last dimension contiguous. Rows beyond
             cu_seqlens_q[-1] are padding and give 0 and -inf.
         kv_cache: [num_blocks, block_size, latent + rope] of the dtype of q or float8_e4m3fn; or uint8 [num_blocks,
-            block_size, 656], the fp8 form of FlashMLA and vLLM: 512 e4m3 latents, 4 float32 scales of 128 latents each,
-            64 bfloat16 rotated dimensions. Last dimension contiguous.
+            block_size, bytes], a form of FlashMLA and vLLM. 656 bytes: 512 e4m3 latents, 4 float32 scales of 128
+            latents each, 64 bfloat16 rotated dimensions. 352 bytes: 512 e2m1 latents, two a byte, 64 e4m3 rotated
+            dimensions, 32 e4m3 scales of 16 latents each, that of group g in byte 8 (g % 4) + g // 4. Last dimension
+            contiguous.
         v_head_dim: size of the latent, a multiple of 16 up to 1024. The rest of a row is one up to 512, or 0.
         block_table: int32 [num_seqs, max_blocks_per_seq]. Entries beyond a sequence's last block are never read.
         cu_seqlens_q: int32 [num_seqs + 1], query offsets, rising from 0.

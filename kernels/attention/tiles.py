@@ -69,6 +69,8 @@ _NVFP4 = ("nvfp4",)
 _HALF = ("half",)
 _PLAIN, _E4M3, _INT4, _PACKED = ("",), ("e4m3",), ("int4", "nvfp4"), ("packed", "record", "mxfp8", "nvfp4_record")
 _RECORDS = "record", "nvfp4_record"
+# Codes of latents that become numbers of 16 bits without a product in float32.
+_EXACT = "e4m3", "nvfp4_latent"
 # Kinds with scales of rows.
 _INT8 = ("int8", "e4m3_rows", *_INT4, *_HALF)
 _FP8 = ("e4m3", "e5m2")
@@ -276,12 +278,12 @@ LATENTS: dict[str, tuple[Row, ...]] = {
     "large": (
         Row(16, 16, 8, 2, kinds=_PACKED, chosen=True),
         Row(16, 16, 8, 3, kinds=_PACKED),
-        Row(16, 32, 8, 2, rows=16, kinds=_E4M3, chosen=True),
-        Row(16, 32, 8, 3, rows=16, kinds=_E4M3),  # 4 warps would spill 32 registers
+        Row(16, 32, 8, 2, rows=16, kinds=_EXACT, chosen=True),
+        Row(16, 32, 8, 3, rows=16, kinds=_EXACT),  # 4 warps would spill 32 registers
         Row(16, 32, 4, 2, 2, rows=16, chosen=True),
         Row(16, 32, 4, 3, 2, rows=16),
-        Row(32, 32, 8, 2, kinds=_E4M3, chosen=True),
-        Row(32, 32, 8, 3, kinds=_E4M3),
+        Row(32, 32, 8, 2, kinds=_EXACT, chosen=True),
+        Row(32, 32, 8, 3, kinds=_EXACT),
         Row(32, 64, 8, 2, rows=32, chosen=True),
         Row(32, 64, 8, 3, rows=32),
         Row(64, 64, 8, 2, chosen=False, chips=("sm_90",)),  # positions of 64 chosen keys would spill 9 registers
@@ -290,10 +292,10 @@ LATENTS: dict[str, tuple[Row, ...]] = {
     # sm_80. 64 rows and 32 keys take 115 KB of its 163 KB of shared memory.
     "middle": (
         Row(16, 16, 8, 2, kinds=_PACKED),
-        Row(16, 32, 8, 2, rows=16, kinds=_E4M3),
+        Row(16, 32, 8, 2, rows=16, kinds=_EXACT),
         Row(16, 32, 4, 2, 2, rows=16),
         Row(32, 32, 8, 2, rows=32),
-        Row(32, 32, 8, 2, kinds=_E4M3),
+        Row(32, 32, 8, 2, kinds=_EXACT),
         Row(64, 32, 8, 2),
     ),
     # Consumer GPUs. 64 rows would take 106 KB of shared memory, more than their 99 KB.
@@ -309,7 +311,7 @@ LATENTS: dict[str, tuple[Row, ...]] = {
         Row(16, 16, 4, 1, kinds=_PACKED),
         Row(16, 32, 4, 1, rows=16),
         Row(32, 16, 4, 1, rows=32),
-        Row(32, 16, 4, 1, kinds=_E4M3),
+        Row(32, 16, 4, 1, kinds=_EXACT),
         Row(64, 16, 4, 1),
     ),
 }

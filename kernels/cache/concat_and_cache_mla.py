@@ -9,17 +9,26 @@ import torch
 from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
 from ..core.compat import tl, triton
 from ..core.device import use_triton
-from ..core.dtypes import as_kernel_argument, cast_to_cache, has_native_e4m3, load_inverse_scale
+from ..core.dtypes import (
+    _encode,
+    as_kernel_argument,
+    cast_to_cache,
+    decode_e4m3,
+    encode_e4m3,
+    has_native_e4m3,
+    load_inverse_scale,
+)
 from ..core.errors import as_bool
 from ..core.ids import Ids, check_all_ids, checks_ids
 from ..core.launch import Compute, Launch, nothing, strides, wait_for_inputs
 from ..core.operation import Run, operation
 from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from . import definition
-from .latent_cache import PACKED_GROUP, check_latent_cache, check_latent_scale, latent_kind, latent_parts
+from .latent_cache import NVFP4_GROUP, PACKED_GROUP, check_latent_cache, check_latent_scale, latent_kind, latent_parts
 from .write import slot_offset
 
 _GROUP = tl.constexpr(PACKED_GROUP)
+_NVFP4_GROUP = tl.constexpr(NVFP4_GROUP)
 # Smallest magnitude that sets a group's scale. Below it 448 / magnitude would be infinite, so smaller groups lose bits.
 _SMALLEST = tl.constexpr(2.0**-100)
 # Arguments of the kernel that only a rotation needs.
@@ -31,9 +40,9 @@ def _concat_and_cache_mla_kernel(
     q_ptr,  # [num_tokens, NUM_Q_HEADS, ROPE_DIM], rotated in place, or None
     latent_ptr,  # [num_tokens, LATENT]
     k_rope_ptr,  # [num_tokens, ROPE_DIM]
-    latent_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, LATENT]
+    latent_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, LATENT], or LATENT / 2 bytes of two codes
     rope_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, ROPE_DIM]
-    scales_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, LATENT / 128], or None
+    scales_cache_ptr,  # [num_blocks, KV_BLOCK_SIZE, groups of LATENT], or None
     slot_mapping_ptr,  # int64 [num_tokens], negative to skip
     positions_ptr,  # int64 [num_tokens], or None without q
     cos_sin_cache_ptr,  # float32 [max_position, ROTARY_DIM], or None without q
@@ -92,26 +101,32 @@ def _concat_and_cache_mla_kernel(
         latent = latent / root * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     row_ptr = latent_cache_ptr + slot_offset(slot, stride_latent_cache_block, stride_latent_cache_slot, KV_BLOCK_SIZE)
     scale_ptrs = None if scale_ptr is None else scale_ptr + tl.zeros([1, 1], tl.int32)
-    if KIND == "packed":
+    if scales_cache_ptr is not None:
+        scales_row = slot_offset(slot, stride_scales_cache_block, stride_scales_cache_slot, KV_BLOCK_SIZE)
+    if KIND == "nvfp4_latent":
+        codes = _encode_nvfp4(latent, scales_cache_ptr + scales_row, LATENT_PADDED, NATIVE_FP8)
+        tl.store(row_ptr + tl.arange(0, LATENT_PADDED // 2), codes)
+    elif KIND == "packed":
         groups = latent.reshape(LATENT_PADDED // _GROUP, _GROUP)
         largest = tl.maximum(tl.max(tl.abs(groups), 1), _SMALLEST)
-        scales_row = slot_offset(slot, stride_scales_cache_block, stride_scales_cache_slot, KV_BLOCK_SIZE)
         not_finite = tl.sum(groups * 0.0, 1)  # NaN if a group holds infinity or NaN, which codes cannot express
         offs_g = tl.arange(0, LATENT_PADDED // _GROUP)
         tl.store(scales_cache_ptr + scales_row + offs_g, largest / 448.0 + not_finite)
         latent = (groups * (448.0 / largest)[:, None]).reshape(LATENT_PADDED)
         stored = cast_to_cache(latent, None, latent_cache_ptr.dtype.element_ty, "e4m3", NATIVE_FP8)
+        tl.store(row_ptr + offs, stored, mask=mask)
     else:
         inverse = None
         if scale_ptr is not None:
             inverse = 1.0 / tl.load(scale_ptr)
         stored = cast_to_cache(latent, inverse, latent_cache_ptr.dtype.element_ty, KIND, NATIVE_FP8)
-    tl.store(row_ptr + offs, stored, mask=mask)
+        tl.store(row_ptr + offs, stored, mask=mask)
 
     rope_row = slot_offset(slot, stride_rope_cache_block, stride_rope_cache_slot, KV_BLOCK_SIZE)
     rope_ptrs = rope_cache_ptr + rope_row + tl.zeros([1, 1], tl.int32)
     k_ptrs = k_rope_ptr + token * stride_k_rope_token + tl.zeros([1, 1], tl.int32)
-    ROPE_KIND: tl.constexpr = "" if KIND == "packed" else KIND
+    ROPE_FORM: tl.constexpr = "" if KIND == "packed" else KIND
+    ROPE_KIND: tl.constexpr = "e4m3" if KIND == "nvfp4_latent" else ROPE_FORM
     if q_ptr is not None:
         one_head = tl.zeros([1, 1], tl.int32) == 0
         rotate_heads(
@@ -124,6 +139,21 @@ def _concat_and_cache_mla_kernel(
         inverse = load_inverse_scale(scale_ptrs, offs_r < ROPE_DIM)
         stored = cast_to_cache(rope, inverse, rope_cache_ptr.dtype.element_ty, ROPE_KIND, NATIVE_FP8)
         tl.store(rope_ptrs + offs_r, stored, mask=offs_r < ROPE_DIM)
+
+
+@triton.jit
+def _encode_nvfp4(latent, scales_ptr, LATENT: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """The bytes [LATENT / 2] of a latent in float32; stores its scales, in the order of `_Nvfp4LatentForm`."""
+    groups = latent.reshape(LATENT // _NVFP4_GROUP, _NVFP4_GROUP)
+    largest = tl.maximum(tl.max(tl.abs(groups), 1) * (1.0 / 6.0), 0.001953125)  # 2^-9
+    scale_codes = encode_e4m3(largest + tl.sum(groups * 0.0, 1), NATIVE_FP8)
+    index = tl.arange(0, LATENT // _NVFP4_GROUP)
+    tl.store(scales_ptr + index % 4 * (LATENT // _NVFP4_GROUP // 4) + index // 4, scale_codes)
+    inverse = 1.0 / decode_e4m3(scale_codes, NATIVE_FP8).to(tl.float32)
+    codes = _encode(groups * inverse[:, None], 1, 1, 7).to(tl.int32)
+    codes = (codes & 7) | ((codes >> 4) & 8)  # the sign to the highest of four bits
+    first, second = tl.split(codes.reshape(LATENT // 2, 2))
+    return (first | second << 4).to(tl.uint8)
 
 
 class LatentWrite(NamedTuple):
@@ -158,12 +188,11 @@ class LatentWrite(NamedTuple):
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the tensors that the kernel takes."""
         latent, rope, scales = latent_parts(self.kv_cache, self.latent.shape[1])
-        is_packed = self.kv_cache.dtype == torch.uint8
         return {
             "latent_ptr": self.latent,
             "k_rope_ptr": self.k_rope,
             "latent_cache_ptr": as_kernel_argument(latent),
-            "rope_cache_ptr": rope.view(torch.bfloat16) if is_packed else as_kernel_argument(rope),
+            "rope_cache_ptr": as_kernel_argument(rope),
             "scales_cache_ptr": scales,
             "slot_mapping_ptr": self.slot_mapping.contiguous(),
             "scale_ptr": self.scale,
@@ -186,8 +215,9 @@ def concat_and_cache_mla(
             16 up to 1024.
         k_rope: [num_tokens, rope], the rotated dimensions, dtype of latent, last dimension contiguous; rope may be 0.
         kv_cache: as in `paged_mla_attention`: [num_blocks, block_size, latent + rope] in the dtype of latent or
-            float8_e4m3fn, or uint8 rows of 656 bytes. Rows of 656 bytes get a float32 scale for each 128 latents: the
-            largest magnitude / 448, or NaN if a value is not finite. Their rotated dimensions are bfloat16.
+            float8_e4m3fn, or uint8 rows of 656 or 352 bytes. Rows of 656 bytes get a float32 scale for each 128
+            latents: the largest magnitude / 448. Rows of 352 bytes get an e4m3 scale for each 16 latents: the largest
+            magnitude / 6, at least 2^-9. A scale is NaN if a value is not finite.
         slot_mapping: int64 [num_tokens], block_id * block_size + offset; negative to skip the token. Slots are
             distinct.
         scale: one float32 value for a float8_e4m3fn cache. Rows are divided by it, and multiplied by it when they are

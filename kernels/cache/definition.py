@@ -10,10 +10,10 @@ import functools
 
 import torch
 
-from ..core.dtypes import KV_KINDS, SMALLEST, as_kernel_argument, kv_kind
+from ..core.dtypes import KV_KINDS, as_kernel_argument, kv_kind
 from ..core.ids import check_ids_on_host, check_rising_on_host
 from ..layers import definition as layers
-from .latent_cache import PACKED_GROUP, LatentParts, typed_parts
+from .latent_cache import RECORD_FORMS, encode_records, stored_rows
 
 
 def reshape_and_cache(
@@ -137,15 +137,19 @@ def concat_and_cache_mla(
     *,
     scale: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
-) -> LatentParts:
-    """Return the parts of the cache [num_blocks, block_size, size] with the rows that `stored_latents` gives."""
-    parts = typed_parts(kv_cache, latent.shape[1])
-    rows = stored_latents(latent, k_rope, kv_cache.dtype, scale, compute=compute)
-    scales = None
-    if parts.scales is not None and rows.scales is not None:
-        scales = with_rows(parts.scales.to(compute), slot_mapping, rows.scales)
-    latents = with_rows(parts.latent.to(compute), slot_mapping, rows.latent)
-    return LatentParts(latents, with_rows(parts.rope.to(compute), slot_mapping, rows.rope), scales)
+) -> torch.Tensor:
+    """Return the numbers of the cache [num_blocks, block_size, latent + rope] with those that it rounds in the slots.
+
+    Rows of numbers are divided by the scale, and saturate at the largest 8-bit float; records are as in `RecordForm`.
+    """
+    rows = torch.cat([latent, k_rope], 1).to(compute)  # [num_tokens, latent + rope]
+    if kv_cache.dtype == torch.uint8:
+        form = RECORD_FORMS[kv_cache.shape[-1]]
+        rope = kv_kind(form.rope_dtype).numbers(rows[:, form.num_codes :], None, compute)
+        rows = torch.cat([form.numbers(rows), rope], 1)
+    else:
+        rows = kv_kind(kv_cache.dtype).numbers(rows, scale, compute)
+    return with_rows(stored_rows(kv_cache, compute), slot_mapping, rows)
 
 
 def mla_norm_rope_and_cache(
@@ -162,38 +166,15 @@ def mla_norm_rope_and_cache(
     interleaved: bool = False,
     scale: torch.Tensor | None = None,
     compute: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, LatentParts]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `rotate` of q_rope, and the cache after `concat_and_cache_mla` of `rms_norm` of latent and of k_rope."""
     rotate = functools.partial(
         layers.rotate, positions=positions, cos_sin_cache=cos_sin_cache, interleaved=interleaved, compute=compute
     )
     normed = layers.rms_norm(latent, latent_weight, eps, compute=compute)  # [num_tokens, latent]
     rotated = rotate(k_rope.unsqueeze(1)).squeeze(1)  # [num_tokens, rope]
-    parts = concat_and_cache_mla(normed, rotated, kv_cache, slot_mapping, scale=scale, compute=compute)
-    return rotate(q_rope), parts
-
-
-def stored_latents(
-    latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    cache_dtype: torch.dtype,
-    scale: torch.Tensor | None,
-    *,
-    compute: torch.dtype,
-) -> LatentParts:
-    """Return what a latent cache stores of rows, before it rounds: rows / scale, saturated to 8-bit floats.
-
-    In the published fp8 form, every 128 latents are divided by a scale of their own: their largest magnitude / 448,
-    at least 2^-100 / 448, or NaN if one is not finite.
-    """
-    if cache_dtype != torch.uint8:
-        kind = kv_kind(cache_dtype)
-        return LatentParts(kind.numbers(latent, scale, compute), kind.numbers(k_rope, scale, compute), None)
-    groups = latent.to(compute).unflatten(1, (-1, PACKED_GROUP))  # [num_tokens, 4, 128]
-    largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # [num_tokens, 4, 1]
-    codes = (groups * (448.0 / largest)).flatten(1)  # [num_tokens, 512]
-    scales = (largest / 448.0 + (groups * 0).sum(-1, keepdim=True)).squeeze(-1)  # [num_tokens, 4]
-    return LatentParts(codes, k_rope.to(compute), scales)
+    numbers = concat_and_cache_mla(normed, rotated, kv_cache, slot_mapping, scale=scale, compute=compute)
+    return rotate(q_rope), numbers
 
 
 def with_rows(cache: torch.Tensor, slot_mapping: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -307,12 +288,12 @@ def write_latents(
     scale: torch.Tensor | None = None,
 ) -> None:
     """`kernels.cache.concat_and_cache_mla` for rows of any float dtype. It raises before it writes."""
-    rows = stored_latents(latent, k_rope, kv_cache.dtype, scale, compute=torch.float32)
-    parts = []
-    for part, numbers in zip(typed_parts(kv_cache, latent.shape[1]), rows, strict=True):
-        if part is not None and numbers is not None:
-            parts.append((as_kernel_argument(part), as_kernel_argument(numbers.to(part.dtype))))
-    write_rows(slot_mapping, *parts)
+    rows = torch.cat([latent, k_rope], 1).float()  # [num_tokens, latent + rope]
+    if kv_cache.dtype == torch.uint8:
+        rows = encode_records(rows, kv_cache.shape[-1])
+    else:
+        rows = kv_kind(kv_cache.dtype).numbers(rows, scale, torch.float32).to(kv_cache.dtype)
+    write_rows(slot_mapping, (as_kernel_argument(kv_cache), as_kernel_argument(rows)))
 
 
 def write_rotated_latents(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -11,34 +11,32 @@ from ..core.checks import MAX_HEAD_DIM, check_is_tensor, check_last_dim_contiguo
 from ..core.dtypes import KV_KINDS, SMALLEST, kv_kind
 from ..core.errors import InvalidInputError
 
-# A row of the published fp8 form (FlashMLA, vLLM's "fp8_ds_mla"): 512 e4m3 latents, a float32 scale for each 128 of
-# them, 64 bfloat16 rotated dimensions.
-PACKED_BYTES, PACKED_LATENT, PACKED_ROPE, PACKED_GROUP = 656, 512, 64, 128
-# A record of DeepSeek-V4 (vLLM, 2026): 448 e4m3 codes, 64 bfloat16 rotated dimensions, a UE8M0 scale (a power of two,
-# its exponent as a byte) for each 64 codes, a byte of padding.
+# Sizes of rows in bytes, and of the groups of codes that share a scale. Of latents (FlashMLA; vLLM's "fp8_ds_mla" and
+# "nvfp4_ds_mla"): 512 latents as codes, 64 rotated numbers.
+PACKED_BYTES, PACKED_GROUP = 656, 128
+NVFP4_LATENT_BYTES = 352
+LATENT_CODES, LATENT_ROPE = 512, 64
+LATENT_DIM = LATENT_CODES + LATENT_ROPE
+# Of DeepSeek-V4 (vLLM, 2026): 448 codes and 64 rotated numbers.
 RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
 RECORD_DIM = RECORD_CODES + RECORD_ROPE
-# A record of DeepSeek-V4.1 (vLLM, 2026): 512 e4m3 codes, the rotated ones too, then a UE8M0 scale for each 32 of them.
+# Of DeepSeek-V4.1 (vLLM, 2026): 512 codes, the rotated ones too.
 MXFP8_BYTES, MXFP8_GROUP = 528, 32
-# A record of DeepSeek-V4 in NVFP4 (sizes as in FlashInfer's pull request 4955): e2m1 codes, two a byte, then bfloat16
-# rotated dimensions, an e4m3 scale a group, and padding. It has no float32 scale of a table, because a norm bounds the
-# numbers, see docs/kv-cache-formats.md.
+# Of DeepSeek-V4 in NVFP4 (sizes as in FlashInfer's pull request 4955).
 NVFP4_BYTES, NVFP4_GROUP = 384, 16
 # Largest latent, that of dots3-note's layers with a window.
 MAX_LATENT = 1024
 
 
 def latent_kind(kv_cache: torch.Tensor) -> str:
-    """Return the kind of a latent cache: the name of a `KvKind`, or "packed" for the published fp8 form."""
-    return "packed" if kv_cache.dtype == torch.uint8 else kv_kind(kv_cache.dtype).name
+    """Return the kind of a latent cache: the name of a `KvKind`, or that of a `RecordForm`."""
+    if kv_cache.dtype == torch.uint8:
+        return RECORD_FORMS[kv_cache.shape[-1]].kind
+    return kv_kind(kv_cache.dtype).name
 
 
 class LatentParts(NamedTuple):
-    """Views of a latent cache, [num_blocks, block_size, size] each.
-
-    rope: int16 bits of bfloat16 in the published fp8 form.
-    scales: float32, only in the published fp8 form.
-    """
+    """Views of a latent cache, [num_blocks, block_size, size] each. scales: None unless rows are records."""
 
     latent: torch.Tensor
     rope: torch.Tensor
@@ -49,17 +47,9 @@ def latent_parts(kv_cache: torch.Tensor, v_head_dim: int) -> LatentParts:
     """Return the parts of a cache that `check_latent_cache` accepts."""
     if kv_cache.dtype != torch.uint8:
         return LatentParts(kv_cache[..., :v_head_dim], kv_cache[..., v_head_dim:], None)
-    start = PACKED_BYTES - 2 * PACKED_ROPE
-    scales = kv_cache[..., PACKED_LATENT:start].view(torch.float32)
-    return LatentParts(kv_cache[..., :PACKED_LATENT], kv_cache[..., start:].view(torch.int16), scales)
-
-
-def typed_parts(kv_cache: torch.Tensor, v_head_dim: int) -> LatentParts:
-    """Return `latent_parts` in the dtypes of their numbers."""
-    latent, rope, scales = latent_parts(kv_cache, v_head_dim)
-    if scales is not None:
-        latent, rope = latent.view(torch.float8_e4m3fn), rope.view(torch.bfloat16)
-    return LatentParts(latent, rope, scales)
+    codes, rope, scales = record_parts(kv_cache)
+    assert rope is not None
+    return LatentParts(codes, rope, scales)
 
 
 def check_latent_cache(kv_cache: torch.Tensor, v_head_dim: int, dtype: torch.dtype) -> int:
@@ -75,14 +65,14 @@ def check_latent_cache(kv_cache: torch.Tensor, v_head_dim: int, dtype: torch.dty
         raise InvalidInputError("kv_cache: block_size 0, expected at least 1")
     size = kv_cache.shape[2]
     if kv_cache.dtype == torch.uint8:
-        if (size, v_head_dim) != (PACKED_BYTES, PACKED_LATENT):
+        if v_head_dim != LATENT_CODES or record_form(kv_cache, LATENT_DIM) is None:
             raise InvalidInputError(
-                f"kv_cache: {size} bytes a token and v_head_dim {v_head_dim}, expected {PACKED_BYTES} and "
-                f"{PACKED_LATENT} of a uint8 cache"
+                f"kv_cache: {size} bytes a token and v_head_dim {v_head_dim}, expected {record_sizes(LATENT_DIM)} and "
+                f"{LATENT_CODES} of a uint8 cache"
             )
         if kv_cache.data_ptr() % 4 or any(stride % 4 for stride in kv_cache.stride()[:2]):
             raise InvalidInputError(f"kv_cache: strides {kv_cache.stride()}, expected multiples of 4 bytes")
-        return PACKED_LATENT + PACKED_ROPE
+        return LATENT_DIM
     rope = size - v_head_dim
     if not 16 <= v_head_dim <= MAX_LATENT or v_head_dim % 16:
         raise InvalidInputError(f"v_head_dim: {v_head_dim}, expected a multiple of 16 from 16 to {MAX_LATENT}")
@@ -105,104 +95,175 @@ def check_latent_scale(name: str, scale: torch.Tensor | None, kv_cache: torch.Te
         raise InvalidInputError(f"{name}: shape {list(scale.shape)}, expected [] or [1]")
 
 
-def dequantized(
-    rows: torch.Tensor, v_head_dim: int, k_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def dequantized(rows: torch.Tensor, k_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return rows of a latent cache as numbers of a float dtype, [..., latent + rope]."""
-    if rows.dtype != torch.uint8:
-        if k_scale is None:
-            return rows.to(dtype)
-        return rows.to(dtype) * k_scale
-    latent, rope, scales = typed_parts(rows, v_head_dim)
-    assert scales is not None
-    numbers = latent.to(dtype).unflatten(-1, (-1, PACKED_GROUP)) * scales.unsqueeze(-1)
-    return torch.cat([numbers.flatten(-2), rope.to(dtype)], -1)
+    numbers = stored_rows(rows, dtype)
+    if k_scale is None:
+        return numbers
+    return numbers * k_scale
 
 
 @dataclass(frozen=True)
 class RecordForm:
-    """A form of rows of 512 numbers in bytes: codes, then bfloat16 numbers, then a scale for each `group` of codes.
+    """A form of rows in bytes: codes, then numbers without a scale, then a scale for each `group` of codes.
 
     This base class has e4m3 codes. Their scales are powers of two, exponents as bytes.
 
     Attributes:
         kind: its name in kernels.
-        num_bytes: size of a record; bytes behind the scales are padding.
+        num_bytes: size of a record; bytes behind the last part are padding.
         num_codes: numbers that are codes, the first ones.
+        num_numbers: all numbers of a row.
         codes_per_byte: 1, or 2 with the first code in the low bits.
+        rope_dtype: dtype of the numbers without a scale.
+        scale_dtype: of the scales' tensor.
+        scales_first: whether scales come before the numbers without one.
     """
 
     kind: str
     num_bytes: int
     num_codes: int
     group: int
+    num_numbers: int = RECORD_DIM
     codes_per_byte: int = 1
+    rope_dtype: torch.dtype = torch.bfloat16
+    scale_dtype: torch.dtype = torch.uint8
+    scales_first: bool = False
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes, where the bfloat16 numbers begin."""
+        """Bytes of the codes."""
         return self.num_codes // self.codes_per_byte
+
+    @property
+    def rope_bytes(self) -> int:
+        """Bytes of the numbers without a scale."""
+        return (self.num_numbers - self.num_codes) * self.rope_dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales."""
+        return self.num_codes // self.group * self.scale_dtype.itemsize
 
     def numbers(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what `encode` rounds, [..., num_codes]: rows, or NaN in groups with a number that is not finite."""
-        groups = rows[..., : self.num_codes].unflatten(-1, (-1, self.group))
+        groups = self._groups(rows)
         return (groups + (groups * 0.0).sum(-1, keepdim=True)).flatten(-2)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes of rows [..., 512] and the scales of their groups, as bytes.
+        """Return the codes of rows [..., num_numbers] as bytes, and the scales of their groups.
 
         A scale is the least power of two that is not below the group's largest magnitude / 448; NaN, exponent 255, if a
         number of the group is not finite.
         """
-        groups = rows[..., : self.num_codes].float().unflatten(-1, (-1, self.group))  # [..., groups, group]
+        groups = self._groups(rows.float())
         largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
         mantissas, exponents = torch.frexp(largest / 448.0)  # a mantissa is at least 0.5 and below 1
         exponents = exponents - (mantissas == 0.5).int() + 127
         exponents = exponents.masked_fill(~groups.isfinite().all(-1, keepdim=True), 255)
-        codes = (groups / _powers(exponents)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
-        return codes.view(torch.uint8), exponents.squeeze(-1).to(torch.uint8)
+        return _e4m3_bytes(groups / _powers(exponents)), exponents.squeeze(-1).to(torch.uint8)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers of codes and scales, [..., num_codes]."""
         numbers = codes.view(torch.float8_e4m3fn).to(dtype).unflatten(-1, (-1, self.group))  # [..., groups, group]
-        return (numbers * _powers(scales.unsqueeze(-1)).to(dtype)).flatten(-2)
+        return (numbers * self._factors(scales.unsqueeze(-1)).to(dtype)).flatten(-2)
+
+    def _groups(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the numbers of rows that become codes, [..., groups, group]."""
+        return rows[..., : self.num_codes].unflatten(-1, (-1, self.group))
+
+    def _factors(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return scales as numbers."""
+        return _powers(scales)
+
+
+class _PackedForm(RecordForm):
+    """e4m3 codes with float32 scales: a group's largest magnitude / 448, or NaN if a number is not finite."""
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        groups = self._groups(rows.float())
+        largest = groups.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)
+        scales = (largest / 448.0).squeeze(-1) + (groups * 0.0).sum(-1)
+        return _e4m3_bytes(groups * (448.0 / largest)), scales
+
+    def _factors(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales
 
 
 class _Nvfp4Form(RecordForm):
-    """e2m1 codes with e4m3 scales, as an NVFP4 cache without the scale of a table has them."""
+    """e2m1 codes with e4m3 scales, as an NVFP4 cache without the scale of a table has them.
+
+    A norm bounds the numbers, so no scale of a table is needed, see docs/kv-cache-formats.md.
+    """
+
+    number_format = KV_KINDS[torch.float4_e2m1fn_x2]
 
     def numbers(self, rows: torch.Tensor) -> torch.Tensor:
-        return _NVFP4.numbers(rows[..., : self.num_codes], None, rows.dtype)
+        return self.number_format.numbers(rows[..., : self.num_codes], None, rows.dtype)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = _NVFP4.encode(rows[..., : self.num_codes], None)
+        codes, scales = self.number_format.encode(rows[..., : self.num_codes], None)
         assert scales is not None
         return codes.view(torch.uint8), scales.view(torch.uint8)
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return _NVFP4.decode(codes, scales.view(torch.float8_e4m3fn), dtype)
+        return self.number_format.decode(codes, scales.view(torch.float8_e4m3fn), dtype)
 
 
-_NVFP4 = KV_KINDS[torch.float4_e2m1fn_x2]
+class _Nvfp4LatentForm(_Nvfp4Form):
+    """The same with scales of at least 2^-9, the smallest e4m3 number. That of group g is byte 8 (g % 4) + g // 4."""
+
+    number_format = replace(KV_KINDS[torch.float4_e2m1fn_x2], least_scale=2.0**-9)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = super().encode(rows)
+        return codes, scales.unflatten(-1, (-1, 4)).transpose(-1, -2).flatten(-2)
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return super().decode(codes, scales.unflatten(-1, (4, -1)).transpose(-1, -2).flatten(-2), dtype)
+
+
 _FORMS = (
     RecordForm("record", RECORD_BYTES, RECORD_CODES, RECORD_GROUP),
     RecordForm("mxfp8", MXFP8_BYTES, RECORD_DIM, MXFP8_GROUP),
     _Nvfp4Form("nvfp4_record", NVFP4_BYTES, RECORD_CODES, NVFP4_GROUP, codes_per_byte=2),
+    _PackedForm(
+        "packed",
+        PACKED_BYTES,
+        LATENT_CODES,
+        PACKED_GROUP,
+        num_numbers=LATENT_DIM,
+        scale_dtype=torch.float32,
+        scales_first=True,
+    ),
+    _Nvfp4LatentForm(
+        "nvfp4_latent",
+        NVFP4_LATENT_BYTES,
+        LATENT_CODES,
+        NVFP4_GROUP,
+        num_numbers=LATENT_DIM,
+        codes_per_byte=2,
+        rope_dtype=torch.float8_e4m3fn,
+    ),
 )
 RECORD_FORMS = {form.num_bytes: form for form in _FORMS}
-# Sizes of records, for messages of errors.
-RECORD_SIZES = " or ".join(map(str, RECORD_FORMS))
 
 
-def record_form(cache: torch.Tensor, head_dim: int) -> RecordForm | None:
-    """Return the form of a cache's rows of `head_dim` numbers; None if they are no records."""
-    if cache.dtype != torch.uint8 or head_dim != RECORD_DIM:
+def record_sizes(num_numbers: int) -> str:
+    """Return the sizes of records with so many numbers, for messages of errors."""
+    return " or ".join(str(form.num_bytes) for form in _FORMS if form.num_numbers == num_numbers)
+
+
+def record_form(cache: torch.Tensor, num_numbers: int) -> RecordForm | None:
+    """Return the form of a cache's rows of `num_numbers`; None if they are no records."""
+    form = RECORD_FORMS.get(cache.shape[-1])
+    if cache.dtype != torch.uint8 or form is None or form.num_numbers != num_numbers:
         return None
-    return RECORD_FORMS.get(cache.shape[-1])
+    return form
 
 
 class RecordParts(NamedTuple):
-    """Views of records: uint8 codes [..., code_bytes], bfloat16 numbers behind them, and a uint8 scale a group.
+    """Views of records: uint8 codes [..., code_bytes], the numbers without a scale, and a scale a group.
 
     rope: None if all numbers are codes.
     """
@@ -215,29 +276,36 @@ class RecordParts(NamedTuple):
 def record_parts(records: torch.Tensor) -> RecordParts:
     """Return the parts of records, uint8 [..., num_bytes]."""
     form = RECORD_FORMS[records.shape[-1]]
-    start = form.code_bytes + 2 * (RECORD_DIM - form.num_codes)
+    first_rope = first_scale = form.code_bytes
+    if form.scales_first:
+        first_rope += form.scale_bytes
+    else:
+        first_scale += form.rope_bytes
     rope = None
-    if form.num_codes < RECORD_DIM:
-        rope = records[..., form.code_bytes : start].view(torch.bfloat16)
-    num_groups = form.num_codes // form.group
-    return RecordParts(records[..., : form.code_bytes], rope, records[..., start : start + num_groups])
+    if form.rope_bytes:
+        rope = records[..., first_rope : first_rope + form.rope_bytes].view(form.rope_dtype)
+    scales = records[..., first_scale : first_scale + form.scale_bytes].view(form.scale_dtype)
+    return RecordParts(records[..., : form.code_bytes], rope, scales)
 
 
 def encode_records(rows: torch.Tensor, num_bytes: int = RECORD_BYTES) -> torch.Tensor:
-    """Return rows [..., 512] as records, uint8 [..., num_bytes]; see `RecordForm.encode`."""
+    """Return rows [..., num_numbers] as records, uint8 [..., num_bytes]; see `RecordForm.encode`."""
     form = RECORD_FORMS[num_bytes]
     codes, scales = form.encode(rows)
     records = torch.zeros(*rows.shape[:-1], num_bytes, dtype=torch.uint8, device=rows.device)
     parts = record_parts(records)
     parts.codes.copy_(codes)
     if parts.rope is not None:
-        parts.rope.copy_(rows[..., form.num_codes :])
+        rope = rows[..., form.num_codes :]
+        if form.rope_dtype == torch.float8_e4m3fn:
+            rope = rope.clamp(-448, 448)
+        parts.rope.copy_(rope)
     parts.scales.copy_(scales)
     return records
 
 
 def decode_records(records: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return records as numbers of a float dtype, [..., 512]."""
+    """Return records as numbers of a float dtype, [..., num_numbers]."""
     codes, rope, scales = record_parts(records)
     numbers = RECORD_FORMS[records.shape[-1]].decode(codes, scales, dtype)
     if rope is None:
@@ -263,10 +331,15 @@ def check_rows(name: str, cache: torch.Tensor, q: torch.Tensor) -> None:
         check_tensor(name, cache, (*cache.shape[:2], head_dim))
         return
     if record_form(cache, head_dim) is None:
-        expected = f"{RECORD_SIZES}, and {RECORD_DIM}, of a uint8 cache"
+        expected = f"{record_sizes(RECORD_DIM)}, and {RECORD_DIM}, of a uint8 cache"
         raise InvalidInputError(f"{name}: {cache.shape[2]} bytes a row and head_dim {head_dim}, expected {expected}")
     if cache.data_ptr() % 2 or any(stride % 8 for stride in cache.stride()[:2]):
         raise InvalidInputError(f"{name}: strides {cache.stride()}, expected multiples of 8 bytes")
+
+
+def _e4m3_bytes(groups: torch.Tensor) -> torch.Tensor:
+    """Return the e4m3 codes of groups [..., groups, group] as bytes, [..., groups * group]."""
+    return groups.clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:

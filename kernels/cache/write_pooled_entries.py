@@ -25,10 +25,10 @@ from . import pooled_definition
 from .latent_cache import (
     INDEX_SCALE_BYTES,
     RECORD_DIM,
-    RECORD_SIZES,
     index_parts,
     record_form,
     record_parts,
+    record_sizes,
 )
 from .pooled_entries import NUM_WARPS, TILE_SIZE, _pooled_entries_kernel
 
@@ -61,7 +61,7 @@ def entry_kind(entry_cache: torch.Tensor, head_dim: int) -> str:
     else:
         raise InvalidInputError(
             f"entry_cache: {size} bytes an entry of {head_dim}, expected head_dim + {INDEX_SCALE_BYTES}, or "
-            f"{RECORD_SIZES} for {RECORD_DIM}"
+            f"{record_sizes(RECORD_DIM)} for {RECORD_DIM}"
         )
     if not is_aligned:
         raise InvalidInputError(f"entry_cache: strides {entry_cache.stride()}, expected {expected}")

@@ -47,6 +47,7 @@ class KvKind:
         group_size: numbers of a row that share a scale in the cache, 0 for the whole row. None if the cache has no
             scales; a call may then give one scale for all numbers or one for each head.
         scale_dtype: dtype of the scales in the cache.
+        least_scale: smallest scale in the cache that `encode` of nvfp4 chooses.
         has_table_scale: whether a call may give one more scale, for all numbers of a cache with scales.
         fits_float16: whether float16 holds all numbers of a cache without the scales that a call gives.
     """
@@ -58,6 +59,7 @@ class KvKind:
     numbers_per_element: int = 1
     group_size: int | None = None
     scale_dtype: torch.dtype = torch.float32
+    least_scale: float = 0.0
     has_table_scale: bool = False
     fits_float16: bool = False
 
@@ -227,7 +229,7 @@ class _Nvfp4(_Groups):
         """
         groups = self._groups(KvKind.numbers(self, rows, scale, torch.float32))
         largest = groups.abs().amax(-1) * (1.0 / 6.0) + (groups * 0.0).sum(-1)
-        scales = largest.clamp(max=448.0).to(self.scale_dtype)
+        scales = largest.clamp(self.least_scale, 448.0).to(self.scale_dtype)
         inverse = torch.where(scales.float() == 0, torch.inf, scales.float()).reciprocal()
         numbers = groups * inverse.unsqueeze(-1)
         # Codes rise with magnitudes, so the boundaries below a magnitude are its code. Ties go to even codes.

@@ -19,7 +19,7 @@ from paged.interop.sglang_backend import PagedAttnBackend, check_layer, refuse_a
 from paged.interop.sglang_interface import BACKEND
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
-from paged.kernels.cache.latent_cache import PACKED_BYTES, PACKED_LATENT, PACKED_ROPE
+from paged.kernels.cache.latent_cache import LATENT_CODES, LATENT_ROPE, PACKED_BYTES
 from paged.kernels.core.checks import FLOAT_DTYPES
 from paged.kernels.core.operation import bound_for, layout
 
@@ -115,7 +115,7 @@ class PagedLatentBackend(PagedAttnBackend):
     ) -> None:
         """Write rows [num_tokens, 1, latent + rope]. The pool casts them without a scale, and does not pack them."""
         if kv_cache.dtype == torch.uint8:
-            latents, rope = rows.squeeze(1).split_with_sizes([PACKED_LATENT, PACKED_ROPE], 1)
+            latents, rope = rows.squeeze(1).split_with_sizes([LATENT_CODES, LATENT_ROPE], 1)
             concat_and_cache_mla(latents, rope, kv_cache, slots)
             return
         if k_scale is not None:

@@ -27,7 +27,7 @@ from paged.interop.sglang_backend import SglangStep, refuse_arguments
 from paged.interop.sglang_interface import BACKEND
 from paged.interop.sglang_latents import PagedLatentBackend
 from paged.kernels.attention.choose_keys import choose_keys
-from paged.kernels.cache.latent_cache import PACKED_LATENT, PACKED_ROPE, write_index_keys
+from paged.kernels.cache.latent_cache import LATENT_CODES, LATENT_ROPE, write_index_keys
 from paged.kernels.core.operation import bound_for, layout
 
 
@@ -61,7 +61,7 @@ class PagedSparseLatentBackend(PagedLatentBackend):
         if pool.index_kpool != 1:
             raise UnsupportedError(f"index_kpool: {pool.index_kpool}, expected 1, a key of each token")
         sizes = pool.kv_lora_rank, pool.qk_rope_head_dim
-        if pool.dsa_kv_cache_store_fp8 and sizes != (PACKED_LATENT, PACKED_ROPE):
+        if pool.dsa_kv_cache_store_fp8 and sizes != (LATENT_CODES, LATENT_ROPE):
             raise UnsupportedError(f"kv_lora_rank, qk_rope_head_dim: {sizes} in fp8 rows with scales")
         # SGLang multiplies the keys that it writes by a Hadamard matrix, and this backend does not.
         for phase in ("prefill", "decode"):

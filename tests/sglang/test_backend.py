@@ -294,7 +294,7 @@ def test_sparse_latents(kind: str, backend: str, sglang_settings: Any) -> None:
         cache = runner.token_to_kv_pool.get_key_buffer(1)  # [slots, 1, size of a row]
         if "scales" in kind:
             cache = cache.view(torch.uint8)
-        written = dequantized(cache[step.out_cache_loc], SPARSE_LATENT, None)
+        written = dequantized(cache[step.out_cache_loc], None)
         error = torch.zeros_like(rows)
         if "e4m3" in kind:  # half a unit in the last place, also of numbers below the normal ones
             error = 2**-4 * rows.abs() + 2**-10

@@ -12,13 +12,19 @@ from paged.kernels.attention.choose_keys import _index_scores_kernel, choose_key
 from paged.kernels.attention.latent_kernel import _mla_attention_kernel
 from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla, mla_norm_rope_and_cache
-from paged.kernels.cache.latent_cache import MXFP8_BYTES, NVFP4_BYTES, RECORD_BYTES, RECORD_DIM
+from paged.kernels.cache.latent_cache import (
+    MXFP8_BYTES,
+    NVFP4_BYTES,
+    NVFP4_LATENT_BYTES,
+    PACKED_BYTES,
+    RECORD_BYTES,
+    RECORD_DIM,
+)
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 
 _ALIGNED = ("q_token", "q_head", "latent_block", "latent_slot", "rope_block", "rope_slot", "out_token", "out_head")
 _NUM_BLOCKS, _BLOCK_SIZE = 4, 64
-# Bytes of a token in the published fp8 form of the cache, with a latent of 512 and 64 rotated elements.
-_PACKED_ROW = 656
+_RECORDS = {"packed": PACKED_BYTES, "nvfp4": NVFP4_LATENT_BYTES}
 
 
 def attention_cases() -> list[CompileCase]:
@@ -36,6 +42,9 @@ def attention_cases() -> list[CompileCase]:
             _case(target, 16, sparse=True),
             _case(target, 128, sparse=True),
             _case(target, 128, kind="packed", sparse=True),
+            _case(target, 16, kind="nvfp4"),
+            _case(target, 128, kind="nvfp4"),
+            _case(target, 128, kind="nvfp4", sparse=True),
             _case(target, 16, v_head_dim=256),
             _case(target, 128, v_head_dim=256),
             _case(target, 128, rope=0),
@@ -186,15 +195,15 @@ def _block_index_case(
 
 def write_cases(*, fused: bool) -> list[CompileCase]:
     """Return writes to each kind of cache. fused: with norm and rotation."""
-    cases = [_write_case(kind, fused) for kind in ("", "e4m3", "packed")]
+    cases = [_write_case(kind, fused) for kind in ("", "e4m3", *_RECORDS)]
     if fused:
         cases.append(_write_case("", fused, rotates=False))
     return cases
 
 
 def _cache(kind: str, size: int, dtype: str) -> Any:
-    if kind == "packed":
-        return empty("u8", _NUM_BLOCKS, _BLOCK_SIZE, _PACKED_ROW)
+    if kind in _RECORDS:
+        return empty("u8", _NUM_BLOCKS, _BLOCK_SIZE, _RECORDS[kind])
     return empty({"": dtype, "e4m3": "fp8e4nv"}[kind], _NUM_BLOCKS, _BLOCK_SIZE, size)
 
 
@@ -244,7 +253,7 @@ def _case(
     return launch_case(
         " ".join([*words, "for", target]),
         launch,
-        aligned=tuple(f"stride_{name}" for name in _ALIGNED if not (kind == "packed" and "latent" in name)),
+        aligned=tuple(f"stride_{name}" for name in _ALIGNED if launch.arguments[f"stride_{name}"] % 16 == 0),
         expect=expect,
         targets=(target,),
         programs_per_sm=programs_per_sm,

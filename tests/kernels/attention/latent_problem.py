@@ -18,7 +18,7 @@ def check(problem: Problem, device: torch.device) -> None:
     assert results["out"] is arguments["out"]
     is_exact = problem.dtype == torch.float32
     assert_close(results["out"], want["out"], rounded=None if is_exact else _with_rounding(arguments, problem))
-    # Latents of the published form are rounded to the dtype of q after they are scaled.
+    # Latents with float32 scales are rounded to the dtype of q after they are scaled.
     wide = 2e-3 if problem.form == "packed" else 1e-4
     assert_close(results["lse"], want["lse"], float32=1e-5 if is_exact else wide)
 

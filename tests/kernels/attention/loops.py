@@ -101,13 +101,24 @@ def merge_attn_states(
     return out, lse
 
 
+# Magnitudes of the eight codes of e2m1.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
 def numbers(kv_cache: torch.Tensor, k_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The numbers that a latent cache stands for; uint8 is the published fp8 form."""
+    """The numbers that a latent cache stands for; uint8 rows have the published forms of 656 and 352 bytes."""
     if kv_cache.dtype != torch.uint8:
         if k_scale is None:
             return f64(kv_cache)
         return f64(kv_cache) * f64(k_scale)
     rows = kv_cache.cpu().contiguous()
+    if rows.shape[-1] == 352:
+        eights = rows[..., 256:].view(torch.float8_e4m3fn).double()  # rotated numbers, then scales
+        bytes_of_codes, scales = torch.arange(512) // 2, torch.arange(512) // 16
+        nibbles = rows[..., bytes_of_codes].int() >> 4 * (torch.arange(512) % 2)
+        signs = 1 - 2 * (nibbles // 8 % 2)
+        latents = signs * E2M1[nibbles % 8] * eights[..., 64 + 8 * (scales & 3) + (scales >> 2)]
+        return torch.cat([latents, eights[..., :64]], -1)
     codes, scales = rows[..., :512].view(torch.float8_e4m3fn), rows[..., 512:528].view(torch.float32)
     scale_of = torch.arange(512) // 128
     return torch.cat([f64(codes) * f64(scales)[..., scale_of], f64(rows[..., 528:].view(torch.bfloat16))], -1)
@@ -223,7 +234,7 @@ def _numbers_of_rows(cache: torch.Tensor) -> torch.Tensor:
     rows = cache.cpu().contiguous()
     if rows.shape[-1] == 384:
         codes = torch.stack([rows[..., :224] & 15, rows[..., :224] >> 4], -1).flatten(-2).long()
-        magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)[codes % 8]
+        magnitudes = E2M1[codes % 8]
         scales = f64(rows[..., 352:380].contiguous().view(torch.float8_e4m3fn))[..., torch.arange(448) // 16]
         numbers = torch.where(codes < 8, 1, -1) * magnitudes * scales
         return torch.cat([numbers, f64(rows[..., 224:352].contiguous().view(torch.bfloat16))], -1)

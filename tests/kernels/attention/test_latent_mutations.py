@@ -19,6 +19,7 @@ PROBLEMS = (
     Problem("split", ((1, 1100),), coverage=True, heads=1),
     Problem("e4m3", ((3, 20),), form="e4m3"),
     Problem("packed", ((1, 20),), sizes=(512, 64), form="packed", heads=1),
+    Problem("nvfp4", ((1, 20),), sizes=(512, 64), form="nvfp4", heads=1),
     Problem("window", ((3, 93), (40, 60)), heads=3, window_size=(20, -1), block_size=4),
     Problem("chosen", ((1, 40), (4, 24)), heads=3, chosen=20, padding_rows=1),
 )
@@ -48,7 +49,9 @@ MUTATIONS = {
     "keys without their scale": ("e4m3", "scale *= tl.load(k_scale_ptr)", "scale *= 1.0"),
     "values without their scale": ("e4m3", "acc *= tl.load(k_scale_ptr)", "acc *= 1.0"),
     "the scale of a neighbour": ("packed", "+ offs_g[None, :]", "+ (offs_g ^ 1)[None, :]"),
-    "the lower half of a bfloat16": ("packed", "rope.to(tl.int32) << 16", "rope.to(tl.int32) << 15"),
+    "scales in their order": ("nvfp4", "+ place[None, :]", "+ offs_g[None, :]"),
+    "a rotated part with a scale": ("nvfp4", "rope = decode_e4m3(rope, NATIVE_FP8).to(dtype)\n    return",
+                                    "rope = (decode_e4m3(rope, NATIVE_FP8) * 2.0).to(dtype)\n    return"),
     "chosen keys beyond the position": ("chosen", "tl.load(token_keys_ptr + num_tokens + seq)",
                                         "tl.load(token_keys_ptr + num_tokens + seq) + 1"),
     "the choice of another token": ("chosen", "indices_ptr += seq * stride", "indices_ptr += 0 * seq * stride"),

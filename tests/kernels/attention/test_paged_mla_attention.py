@@ -20,6 +20,7 @@ ALL = (
     *PROBLEMS,
     *(replace(_MIXED, name=f"mixed batch {dtype}", dtype=dtype) for dtype in DTYPES if dtype != torch.float32),
     Problem("packed in float16", ((3, 40),), sizes=(512, 64), form="packed", dtype=torch.float16),
+    Problem("nvfp4 in bfloat16", ((3, 40),), sizes=(512, 64), form="nvfp4", dtype=torch.bfloat16),
     Problem("e4m3 in float16, chosen", ((3, 40),), form="e4m3", dtype=torch.float16, chosen=20),
     Problem("64 verify rows", ((4, 90), (70, 70)), heads=16, block_size=64),
 )
@@ -32,6 +33,8 @@ LATER = {
         "sinks, not causal",
         "packed, chosen",
         "packed in float16",
+        "nvfp4, chosen",
+        "nvfp4, window",
     ),
     *("64 verify rows", "e4m3 in float16, chosen"),
 }
@@ -156,7 +159,7 @@ def test_rejects_what_does_not_fit(device: torch.device) -> None:
         ("kv_cache", cache.half(), "kv_cache: dtype"),
         ("kv_cache", cache[..., :70], "kv_cache: 70 numbers a token"),
         ("kv_cache", cache[:, :0], "kv_cache: block_size 0"),
-        ("kv_cache", packed, "kv_cache: 656 bytes a token and v_head_dim 64, expected 656 and 512"),
+        ("kv_cache", packed, "kv_cache: 656 bytes a token and v_head_dim 64, expected 656 or 352 and 512"),
         ("v_head_dim", 40, "v_head_dim: 40, expected a multiple of 16"),
         ("k_scale", torch.ones(1, device=device), "k_scale: given, expected None"),
         ("sinks", torch.ones(3, device=device), "sinks: shape"),
