@@ -12,12 +12,13 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.attention.tiles import default_block_size
+from paged.kernels.cache.latent_cache import LATENT_CODES, LATENT_DIM, LATENT_ROPE, NVFP4_LATENT_BYTES
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.kernels.core.errors import shown
 from paged.models.generic.config import ModuleConfig
 from paged.models.layers.compressed_cache import compressed_groups, has_records, num_cache_layers, whole_pools
-from paged.models.layers.config import BlockIndexConfig, DecoderConfig, IndexConfig
+from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig
 from paged.models.layers.head_rotation import KEYS_AND_VALUES, OPTION, check_layer, rotation_name, values_error
 from paged.models.layers.recurrent_config import EngramConfig, NgramConfig, RecurrentConfig
 from paged.models.loading.load_options import LoadOptions
@@ -50,10 +51,14 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     entries, and rows of open pools, are further layers as in `compressed_groups`.
 
     fields: other fields of PagedKvCacheConfig; its dtype decides the size of index keys. With compressed entries,
-    block_size is one of them, and a dtype of 4 bits decides their form alone: the cache's dtype is one of bytes.
+    block_size is one of them. A dtype of 4 bits decides the form of entries and latents alone: the cache's dtype is one
+    of bytes.
     """
+    dtype = fields.get("dtype") or torch.get_default_dtype()
+    has_records = dtype == torch.float4_e2m1fn_x2 and any(map(_has_latent_records, config.attention))
+    if has_records:
+        fields["dtype"] = torch.float8_e4m3fn  # records hold their scales: to the cache they are bytes
     if config.attention[0].compressed is not None:
-        dtype = fields.get("dtype") or torch.get_default_dtype()
         keeps_ids = any(isinstance(ngrams, EngramConfig) for ngrams in config.ngrams)
         fields["groups"] = compressed_groups(config.attention, dtype, fields["block_size"], keeps_ids=keeps_ids)
         if dtype == torch.float4_e2m1fn_x2:
@@ -63,7 +68,10 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     kinds: dict[tuple[int, int, int, int | None, bool], list[int]] = {}
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None and config.attends[index]:
-            kinds.setdefault(layer.cache_kind, []).append(index)
+            kind = layer.cache_kind
+            if has_records and _has_latent_records(layer):
+                kind = 1, NVFP4_LATENT_BYTES, NVFP4_LATENT_BYTES, layer.window, True
+            kinds.setdefault(kind, []).append(index)
     indexers: dict[int, IndexConfig | BlockIndexConfig] = {}
     for index, layer in enumerate(config.attention):
         if layer.indexer is not None and config.attends[index]:
@@ -77,7 +85,6 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     if indexers:
         key_layers = tuple(num_layers + index for index in indexers)
         index_config = next(iter(indexers.values()))
-        dtype = fields.get("dtype") or torch.get_default_dtype()
         fields["groups"] = _with_index_keys(fields["groups"], key_layers, index_config, dtype)
         num_layers *= 2
     recurrent = {index: states for index, states in enumerate(config.recurrent) if states is not None}
@@ -96,6 +103,12 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
             spec, layers=tuple(recurrent), conv_layers=tuple(conv_layers), other_convs=other_convs
         )
     return PagedKvCacheConfig(num_layers, config.num_kv_heads, config.head_dim, **fields)
+
+
+def _has_latent_records(layer: AttentionConfig) -> bool:
+    """Return whether a layer's latents have the sizes of records, their form in a cache of 4 bits."""
+    sizes = layer.latent
+    return sizes is not None and (sizes.rank, sizes.rank + sizes.rope_dim) == (LATENT_CODES, LATENT_DIM)
 
 
 def _ngram_rows(config: DecoderConfig) -> tuple[ConvSpec, ...]:
@@ -192,6 +205,11 @@ def _allowed_dtypes(config: DecoderConfig, dtype: torch.dtype) -> tuple[list[tor
     elif any(layer.latent is not None for layer in config.attention):
         allowed[1:] = [torch.float8_e4m3fn]
         note = " for latents"
+        attending = [layer for layer, attends in zip(config.attention, config.attends, strict=True) if attends]
+        if all(map(_has_latent_records, attending)):
+            allowed.append(torch.float4_e2m1fn_x2)
+        else:
+            note += f" other than {LATENT_CODES} + {LATENT_ROPE}"
     elif any(layer.indexer is not None for layer in config.attention):
         allowed = [other for other in allowed if not kv_kind(other).has_scales]
         note = " beside an indexer"

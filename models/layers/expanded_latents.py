@@ -216,7 +216,7 @@ def attend_expanded(
     for piece in pieces:
         rows = stored[piece.blocks].view(kv_cache.dtype)  # [blocks, block_size, rank + rope]
         if rows.dtype != q.dtype:
-            rows = dequantized(rows, sizes.rank, k_scale).to(q.dtype)
+            rows = dequantized(rows, k_scale).to(q.dtype)
         heads = expand(rows[..., : sizes.rank].flatten(0, 1)).unflatten(0, rows.shape[:2])
         nope, values = heads.split((sizes.nope_dim, sizes.v_head_dim), -1)  # [blocks, block_size, H, nope or v]
         rope = rows[..., None, sizes.rank :].expand(*nope.shape[:-1], sizes.rope_dim)

@@ -135,6 +135,8 @@ class LatentAttention(nn.Module):
     def set_cache(self, k_cache: torch.Tensor, v_cache: torch.Tensor, table: int, cos_sin_cache: torch.Tensor) -> None:
         """Give the layer its cache, the index of its block table in the metadata, and its rotary table."""
         self.kv_cache, self.table, self.cos_sin_cache = k_cache.squeeze(2), table, cos_sin_cache
+        if self.kv_cache.shape[2] != self.sizes.rank + self.sizes.rope_dim:
+            self.kv_cache = self.kv_cache.view(torch.uint8)  # records
         if (growth := self.config.query_growth) is not None:
             self.query_factors = growth.factors(len(cos_sin_cache), cos_sin_cache.device)
 

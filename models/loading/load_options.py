@@ -204,8 +204,8 @@ class LoadOptions:
         kv_cache_dtype: None or "auto" for the dtype of the weights. Otherwise a dtype of 8 or 4 bits, as torch.dtype or
             a name in KV_CACHE_DTYPES: an 8-bit float with the checkpoint's scales (1 if it has none), int8 with a scale
             for each head and token (fp8_per_token_head likewise), int4 with a scale for 32 numbers of a head, or nvfp4
-            with one for 16. Latents take float8_e4m3fn alone, rows of DeepSeek-V4 and V4.1 also nvfp4. "int8,int4" is
-            int8 for keys and int4 for values.
+            with one for 16. Latents take float8_e4m3fn, those of 512 + 64 and rows of DeepSeek-V4 and V4.1 also nvfp4.
+            "int8,int4" is int8 for keys and int4 for values.
         kv_cache_keep_layers: indices of layers whose K/V keep the dtype of the weights, such as (0, 1) or "0,1".
         kv_cache_rotation: rotation of heads before they are cached, with which int4 and int8 lose less if some channels
             are large: "hadamard" for keys and values, "hadamard_keys" for keys alone, None for none. Values are rotated

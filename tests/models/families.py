@@ -356,6 +356,13 @@ FAMILIES = Families(
 )
 # Families that transformers has a class for; the truth of the others is a formula, see kimi_k3.py and rwkv7.py.
 OF_TRANSFORMERS = [name for name in FAMILIES if name not in ("kimi_k3", "rwkv7")]
+# Latents whose rows fit records of published sizes.
+RECORDS = Families(
+    deepseek_v3="""DeepseekV3 latent routed_experts num_experts_per_tok=8 n_group=1 topk_group=1 n_shared_experts=1
+        first_k_dense_replace=1 yarn_mla kv_lora_rank=512 qk_rope_head_dim=64 head_dim=64""",
+    deepseek_v32="""DeepseekV32 latent indexer routed_experts n_group=4 topk_group=2 n_shared_experts=1
+        first_k_dense_replace=1 yarn_mla kv_lora_rank=512 qk_rope_head_dim=64 head_dim=64 index_head_dim=64""",
+)
 # Families without K/V.
 WITHOUT_ATTENTION = ("mamba2", "rwkv7")
 # Other options of families, for which one way is enough.

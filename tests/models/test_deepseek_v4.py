@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from paged import Engine, EngineConfig, HeadProposer, LlmExecutor, SamplingParams
 from paged.errors import CheckpointError, InvalidInputError, UnsupportedError
 from paged.kernels.attention import compressed_definition
+from paged.kernels.cache import latent_cache
 from paged.kernels.cache.latent_cache import RecordParts, record_parts, stored_rows
 from paged.models.layers import compressed_attention, open_rows
 from paged.models.layers.compressed_attention import CompressedAttention, Pool
 from paged.models.layers.decoder import Linear
-from paged.models.layers.latent_attention import UpProjection
+from paged.models.layers.latent_attention import LatentAttention, UpProjection
 from paged.models.layers.open_rows import RowPlaces
 from paged.models.layers.shared_entries import LatentPool
 from paged.models.paged_lm import PagedCausalLM
@@ -187,14 +188,14 @@ def e4m3_error(numbers: torch.Tensor) -> torch.Tensor:
     return 2**-4 * numbers.abs()
 
 
-def _nvfp4_error(numbers: torch.Tensor) -> torch.Tensor:
-    """The largest error of records in NVFP4: half a step of a code, and 2^-9 of bfloat16. Index keys are e4m3."""
-    if numbers.shape[-1] != 512:
-        return e4m3_error(numbers)
-    groups = numbers[..., :448].abs().unflatten(-1, (-1, 16))
+def nvfp4_error(numbers: torch.Tensor) -> torch.Tensor:
+    """The largest error of records in NVFP4: half a step of a code, beside bfloat16 or, of latents, e4m3. Index keys
+    are e4m3."""
+    num_codes, error = {512: (448, 2**-9), 576: (512, 2**-4)}.get(numbers.shape[-1], (0, 2**-4))
+    groups = numbers[..., :num_codes].abs().unflatten(-1, (-1, 16))
     scales = 17 / 96 * groups.amax(-1, keepdim=True)  # the largest magnitude / 6, rounded by up to 2^-4
     half_steps = torch.where(groups < 2 * scales, 0.25, torch.where(groups < 4 * scales, 0.5, 1.0))
-    return torch.cat([(half_steps * scales).flatten(-2), 2**-9 * numbers[..., 448:].abs()], -1)
+    return torch.cat([(half_steps * scales).flatten(-2), error * numbers[..., num_codes:].abs()], -1)
 
 
 def _off_by_a_code(model: PagedCausalLM, error: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -212,7 +213,7 @@ def _off_by_a_code(model: PagedCausalLM, error: Callable[[torch.Tensor], torch.T
         elif isinstance(module, LatentPool):
             vars(module)["write_entries"] = partial(perturb, module.entry_cache, module.write_entries)
             vars(module)["write_keys"] = partial(perturb, module.key_cache, module.write_keys)
-        elif isinstance(module, CompressedAttention):
+        elif isinstance(module, (CompressedAttention, LatentAttention)):
             vars(module)["write"] = partial(perturb, module.kv_cache, module.write)
 
 
@@ -220,7 +221,7 @@ def scales_of_neighbours(parts: RecordParts) -> None:
     parts.scales.copy_(parts.scales.roll(1, -1))
 
 
-def _swapped_codes(parts: RecordParts) -> None:
+def swapped_codes(parts: RecordParts) -> None:
     parts.codes.copy_(parts.codes << 4 | parts.codes >> 4)
 
 
@@ -228,7 +229,7 @@ def _swapped_codes(parts: RecordParts) -> None:
 @pytest.mark.parametrize("backend", ["torch"], indirect=True)
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "error", "fault"),
-    [("fp8", e4m3_error, scales_of_neighbours), ("nvfp4", _nvfp4_error, _swapped_codes)],
+    [("fp8", e4m3_error, scales_of_neighbours), ("nvfp4", nvfp4_error, swapped_codes)],
 )
 def test_records(
     backend: str,
@@ -268,7 +269,8 @@ def check_records(
         return stored_rows(rows, dtype)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compressed_definition, "stored_rows", faulty_rows)
+        for module in (compressed_definition, latent_cache):
+            patch.setattr(module, "stored_rows", faulty_rows)
         assert (model.forward_verify("b", ids) - exact).norm() > budget
     assert not torch.equal(rounded, exact)
     model.truncate_kv("a", 19)

@@ -107,6 +107,9 @@ def test_cached_keys_are_rounded_in_16_bits(checkpoint: tuple[Path, Any], chosen
         ("deepseek-ai/DeepSeek-V3.2-Exp", torch.bfloat16, 8 * 9 * 576 * 2),
         # Of keys beside latents of one byte, 4 layers are in a slot.
         ("deepseek-ai/DeepSeek-V3.2-Exp", torch.float8_e4m3fn, 5 * 16 * 576),
+        ("deepseek-ai/DeepSeek-V3", torch.float4_e2m1fn_x2, 61 * 352),
+        # Of keys of 132 bytes beside records of 352, 2 layers are in a slot: 3 block tables of 31.
+        ("deepseek-ai/DeepSeek-V3.2-Exp", torch.float4_e2m1fn_x2, 3 * 31 * 352),
         # 14 block tables of 6 slots: 13 hold 78 layers of latents, one the 21 layers of keys.
         ("zai-org/GLM-5.2", torch.bfloat16, 14 * 6 * 576 * 2),
     ],

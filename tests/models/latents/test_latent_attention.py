@@ -16,7 +16,8 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import KV_CACHE_DTYPES
 from paged.models.registry import load_model, model_config
 from paged.serving.command_line.checkpoint_summary import summarize
-from tests.models.families import FAMILIES, Case, assert_same_logits, forward, save_checkpoint, tokens
+from tests.models.families import FAMILIES, RECORDS, Case, assert_same_logits, forward, save_checkpoint, tokens
+from tests.models.test_deepseek_v4 import check_records, nvfp4_error, swapped_codes
 
 DEEPSEEK = LatentConfig(rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_head_dim=128)
 # Of config.json of deepseek-ai/DeepSeek-V3 (2024).
@@ -133,10 +134,18 @@ def test_a_cache_in_e4m3_has_the_checkpoints_scale(case: Case, tmp_path: Path) -
     assert torch.nn.functional.cosine_similarity(logits, want, dim=0) > 0.97
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8"])
-def test_other_caches_of_8_bits_are_refused_before_weights_are_read(dtype: str, case: Case, tmp_path: Path) -> None:
+@pytest.mark.thorough
+@pytest.mark.parametrize("backend", ["torch"], indirect=True)
+def test_latents_in_4_bits(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents of the published sizes, whole, in chunks and after a hit; all experts take part."""
+    save_checkpoint(RECORDS["deepseek_v3"], tmp_path)
+    check_records(tmp_path, "nvfp4", nvfp4_error, swapped_codes, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8", "nvfp4"])
+def test_other_caches_are_refused_before_weights_are_read(dtype: str, case: Case, tmp_path: Path) -> None:
     case.theirs.config.save_pretrained(tmp_path)
-    expected = "expected torch.float32 or torch.float8_e4m3fn for latents"
-    with pytest.raises(InvalidInputError, match=rf"kv_cache_dtype: torch\.\w+, {expected}") as refusal:
+    expected = r"expected torch.float32 or torch.float8_e4m3fn for latents other than 512 \+ 64"
+    with pytest.raises(InvalidInputError, match=rf"kv_cache_dtype: torch\.\w+, {expected}$") as refusal:
         load_model(tmp_path, kv_cache_dtype=dtype)
     assert summarize(tmp_path, kv_cache_dtype=KV_CACHE_DTYPES[dtype])["reason"] == str(refusal.value)
