@@ -62,7 +62,7 @@ def test_names_choose_the_backends(name: str, config: VllmConfig) -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             get_attn_backend(576, torch.bfloat16, "auto", **(options | refused))
-    for dtype in ("fp8_e5m2", "nvfp4_ds_mla"):
+    for dtype in ("fp8_e5m2", "nvfp4"):
         with pytest.raises(ValueError, match="kv_cache_dtype not supported"):
             get_attn_backend(576, torch.bfloat16, dtype, **options)
     for feature in ("pcp", "dcp"):
@@ -89,7 +89,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"q_pad_num_heads": 64}, "q_pad_num_heads"),
     ({"sinks": torch.zeros(3)}, "sinks"),
     ({"attn_type": AttentionType.ENCODER}, "attn_type"),
-    ({"kv_cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype"),
     ({"head_size": 520}, "520 numbers a token"),
 )
 

@@ -14,6 +14,7 @@ from tests.tolerance import assert_close
 
 pytest.importorskip("vllm", reason="needs vLLM's Python files: make vllm")
 
+from paged.interop.vllm_engine.latents import PACKED_CACHES
 from paged.interop.vllm_plugin import register
 from tests.vllm.latent_runner import NOPE, NUM_DRAFTS, TOP_K, LatentRunner
 from tests.vllm.runner import BLOCK_SIZE, NUM_BLOCKS, Batch
@@ -60,6 +61,7 @@ CASES = (
     Case("chosen, short prompts", Sparse, lengths=((1, 37), (5, 18), (6, 6), (9, TOP_K)), interpreted=True),
     Case("chosen, e4m3 in bfloat16", Sparse, kv_cache_dtype="fp8", dtype=torch.bfloat16, lengths=((2, 40),)),
     Case("chosen, packed", lengths=((1, 37), (5, 40), (6, 30)), **_PACKED),
+    Case("chosen, nvfp4", lengths=((1, 37), (5, 40), (6, 30)), **_PACKED | {"kv_cache_dtype": "nvfp4_ds_mla"}),
     Case("chosen, packed in bfloat16", dtype=torch.bfloat16, lengths=((1, 37),), interpreted=True, **_PACKED),
 )
 
@@ -79,8 +81,8 @@ def test_steps_match_reference(case: Case, backend: str, device: torch.device, m
     like = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, case.rank + runner.rope, dtype=case.dtype)
     if case.kv_cache_dtype == "fp8":
         like, scale = like.to(torch.float8_e4m3fn), torch.tensor(0.5)
-    elif case.kv_cache_dtype == "fp8_ds_mla":
-        like = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 656, dtype=torch.uint8)
+    elif case.kv_cache_dtype in PACKED_CACHES:
+        like = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, PACKED_CACHES[case.kv_cache_dtype], dtype=torch.uint8)
     caches = [torch.zeros(NUM_BLOCKS, BLOCK_SIZE, case.rank + runner.rope, dtype=torch.float64) for _ in runner.layers]
 
     batch = replace(Batch.on(device, *case.lengths), padding_rows=3)
@@ -98,11 +100,11 @@ def test_steps_match_reference(case: Case, backend: str, device: torch.device, m
         for index, (out, rows) in enumerate(zip(outs, tensors, strict=True)):
             q, latent, rope = (x[: step.num_tokens].cpu() for x in rows)
             new = latent, rope.squeeze(1)
-            parts = cache_definition.concat_and_cache_mla(*new, like, slots, scale=scale)
-            held = rounded_latents(parts, like).flatten(0, 1)[slots]
+            numbers = cache_definition.concat_and_cache_mla(*new, like, slots, scale=scale)
+            held = rounded_latents(numbers, like).flatten(0, 1)[slots]
             if like.dtype == torch.uint8:  # bfloat16 numbers lie half-way between codes; the codes have a test
                 stored = runner.layers[index].kv_cache.flatten(0, 1).cpu()[slots]
-                held = dequantized(stored, case.rank, None, torch.float64)
+                held = dequantized(stored, None, torch.float64)
             if scale is not None:
                 held = held * scale.double()
             seen, cache = caches[index].clone(), caches[index]

@@ -34,12 +34,12 @@ from paged.kernels.attention.paged_mla_attention import paged_mla_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.attention.tiles import step_sizes
 from paged.kernels.cache.concat_and_cache_mla import concat_and_cache_mla
-from paged.kernels.cache.latent_cache import PACKED_BYTES, check_latent_cache
+from paged.kernels.cache.latent_cache import NVFP4_LATENT_BYTES, PACKED_BYTES, check_latent_cache
 from paged.kernels.core.device import is_capturing
 from paged.kernels.core.operation import bound_for, layout
 
-# vLLM's name for rows of 656 bytes.
-PACKED_CACHES = ("fp8_ds_mla",)
+# vLLM's names for rows of bytes, and their sizes.
+PACKED_CACHES = {"fp8_ds_mla": PACKED_BYTES, "nvfp4_ds_mla": NVFP4_LATENT_BYTES}
 # Arguments of layers that change the result and that neither operation takes.
 _UNUSED = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_pad_num_heads")
 
@@ -379,7 +379,7 @@ def _check_cache(kv_cache_dtype: str, head_size: int, kv_lora_rank: int, known: 
         raise UnsupportedError(f"kv_cache_dtype: {kv_cache_dtype!r} is {current_platform.fp8_dtype()} on this device")
     row = torch.empty(1, 8, head_size, dtype=torch.float32, device="meta")
     if kv_cache_dtype in PACKED_CACHES:
-        row = torch.empty(1, 8, PACKED_BYTES, dtype=torch.uint8, device="meta")
+        row = torch.empty(1, 8, PACKED_CACHES[kv_cache_dtype], dtype=torch.uint8, device="meta")
     row_size = check_latent_cache(row, kv_lora_rank, torch.float32)
     if row_size != head_size:
         raise InvalidInputError(f"head_size: {head_size}, expected {row_size} for kv_cache_dtype {kv_cache_dtype!r}")

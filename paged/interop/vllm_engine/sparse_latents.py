@@ -74,7 +74,7 @@ class PagedSparseMlaBuilder(LatentBuilder, SparseMLACommonMetadataBuilder[PagedS
 class PagedSparseMlaImpl(LatentImpl, SparseMLACommonImpl[PagedSparseMlaMetadata]):
     """Attention of one sparse layer."""
 
-    known_caches: ClassVar[tuple[str, ...]] = PLAIN_CACHES + E4M3_CACHES + PACKED_CACHES
+    known_caches: ClassVar[tuple[str, ...]] = PLAIN_CACHES + E4M3_CACHES + tuple(PACKED_CACHES)
 
     def __init__(
         self,
