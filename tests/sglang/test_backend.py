@@ -102,6 +102,10 @@ def make_latent_layer(index: int, **options: Any) -> RadixAttention:
     return RadixAttention(HEADS, LATENT + ROPE, DIM**-0.5, 1, index, v_head_dim=LATENT, **options)
 
 
+def make_sparse_layer(index: int) -> RadixAttention:
+    return RadixAttention(HEADS, SPARSE_LATENT + SPARSE_ROPE, DIM**-0.5, 1, index, v_head_dim=SPARSE_LATENT)
+
+
 class Batch:
     """Sequences in shuffled pages, and steps over them: mode, query length and key length of each sequence."""
 
@@ -281,7 +285,7 @@ def test_sparse_latents(kind: str, backend: str, sglang_settings: Any) -> None:
     sglang_settings.override("test", speculative_num_draft_tokens=3)
     runner = make_runner(64, kind)
     ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
-    layer = RadixAttention(HEADS, SPARSE_LATENT + SPARSE_ROPE, DIM**-0.5, 1, 1, v_head_dim=SPARSE_LATENT)
+    layer = make_sparse_layer(1)
     for mode, lengths in SPARSE_STEPS:
         step = batch.step(mode, lengths)
         ours.init_forward_metadata(step)

@@ -11,18 +11,22 @@ pytest.importorskip("sglang")
 
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from paged.errors import UnsupportedError
 from paged.interop.sglang_plugin import register
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.sglang.test_backend import (
     HEADS,
+    SPARSE_LATENT,
     Batch,
     expected_of,
     latent_tensors,
+    make_indexer,
     make_latent_layer,
     make_layer,
     make_runner,
+    make_sparse_layer,
     tensors,
 )
 from tests.tolerance import assert_close
@@ -81,6 +85,59 @@ def test_replays_read_the_new_lengths_and_pages(kind: str, mode: ForwardMode, sg
             lengths = [(count, count + length) for length in held]
             expected = expected_of(batch, layer, q, lengths, **options)
             assert_close(out.cpu().view(-1, HEADS, layer.v_head_dim), expected)
+        assert cuda.report.hazards == []
+
+
+def test_replays_choose_among_the_new_lengths(sglang_settings: Any) -> None:
+    """The indexer runs in the graph of drafts: replays choose and attend as a step without a graph does."""
+    register()
+    sglang_settings.override("test", speculative_num_draft_tokens=2)
+    torch.manual_seed(0)
+    with EmulatedCuda(num_sms=2) as cuda:
+        runner, indexer = make_runner(64, "sparse latents", device="cuda"), make_indexer().cuda()
+        runner.model.indexer = indexer
+        ours, batch = ATTENTION_BACKENDS["paged"](runner), Batch(runner)
+        layer = make_sparse_layer(1)
+
+        def run(backend: Any, step: ForwardBatch, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, q_lora, positions, q, rows = inputs
+            with forward_context(ForwardContext(attn_backend=backend)):
+                chosen = indexer(x, q_lora, positions, forward_batch=step, layer_id=1)
+                return chosen, backend.forward(q, rows, rows[..., :SPARSE_LATENT], layer, step, topk_indices=chosen)
+
+        def inputs_of(lengths: list[tuple[int, int]]) -> list[torch.Tensor]:
+            positions = torch.cat([torch.arange(length - count, length) for count, length in lengths])
+            num_tokens = len(positions)
+            x, q_lora = torch.randint(-1, 2, (num_tokens, 96)).bfloat16().split_with_sizes([64, 32], 1)
+            q = torch.randn(num_tokens, HEADS * layer.qk_head_dim)
+            tensors = x, q_lora, positions, q, torch.randn(num_tokens, 1, layer.qk_head_dim)
+            return [tensor.cuda() for tensor in tensors]
+
+        prompts = [(length, length) for length in (90, 40)]
+        step = batch.step(ForwardMode.EXTEND, prompts)
+        ours.init_forward_metadata(step)
+        run(ours, step, *inputs_of(prompts))
+
+        ours.init_cuda_graph_state(4, 8)
+        drafts = [[(2, 22), (2, 9)], [(2, 71), (2, 12)], [(2, 92), (2, 42)]]
+        static, inputs = batch.step(ForwardMode.TARGET_VERIFY, drafts[0]), inputs_of(drafts[0])
+        ours.init_forward_metadata_out_graph(static, in_capture=True)
+        run(ours, static, *inputs)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chosen, out = run(ours, static, *inputs)
+
+        plain = ATTENTION_BACKENDS["paged"](runner)
+        for lengths in drafts[1:]:
+            step, values = batch.step(ForwardMode.TARGET_VERIFY, lengths), inputs_of(lengths)
+            for buffer, tensor in zip((*inputs, static.out_cache_loc), (*values, step.out_cache_loc), strict=True):
+                buffer.copy_(tensor)
+            ours.init_forward_metadata_out_graph(step)
+            graph.replay()
+            plain.init_forward_metadata(step)
+            expected_keys, expected = run(plain, step, *values)
+            assert torch.equal(chosen, expected_keys)
+            assert_close(out.cpu(), expected.cpu().double())
         assert cuda.report.hazards == []
 
 
