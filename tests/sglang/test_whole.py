@@ -60,28 +60,31 @@ def test_greedy_tokens_equal_those_of_transformers(
         assert outputs[str(i)] == greedy(model, prompt)
 
 
+@pytest.mark.parametrize(("family", "backend"), [("deepseek_v32", "triton"), ("glm_moe_dsa", "torch")])
 def test_greedy_tokens_of_chosen_latents_equal_those_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSeek-V3.2, whose indexers choose 5 of up to 80 keys. SGLang rounds index keys to e4m3, weights to bfloat16.
+    """Indexers choose 5 of up to 80 keys, in GLM-5 for the next layer too, and rotate either way.
 
-    Prompts together, mixed, with a prefix.
+    SGLang rounds index keys to e4m3 and their weights to bfloat16. Prompts in chunks, mixed, with a prefix.
     """
-    monkeypatch.setenv("PAGED_BACKEND", "triton")
+    monkeypatch.setenv("PAGED_BACKEND", backend)
     register()
-    config = FAMILIES["deepseek_v32"]
+    config = FAMILIES[family]
     config.index_head_dim = 128  # SGLang's pool has keys of this size alone
+    config.rope_parameters = FAMILIES["deepseek_v32"].rope_parameters  # the only ones of SGLang on a CPU
     model = save_checkpoint(config, tmp_path)
     prompts = [tokens(7, 1), tokens(75, 2)]
     prompts.append(prompts[1][:70] + tokens(5, 3))
     pages = {"page_size": 64, "chunked_prefill_size": 128}
-    with run_sglang("deepseek_v32", tmp_path, attention_backend="paged", **pages) as sglang:
+    with run_sglang(family, tmp_path, attention_backend="paged", **pages) as sglang:
         steps, outputs = run_prompts(sglang, prompts)
     assert {mode for mode, _ in steps} == {"EXTEND", "MIXED", "DECODE"}
-    assert any(64 in prefixes for _, prefixes in steps)  # a page of the second prompt
+    assert any(64 in prefixes for _, prefixes in steps)
 
-    for layer in model.model.layers:
-        layer.self_attn.indexer.weights_proj.bfloat16()
+    for name, module in model.named_modules():
+        if name.endswith("indexer.weights_proj"):
+            module.bfloat16()
     monkeypatch.setattr(
         DynamicCache, "update_indexer", lambda cache, keys, layer: index_keys(encode_index_keys(keys), 128)
     )

@@ -21,7 +21,11 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 # Published checkpoints of DeepSeek have settings that transformers does not write.
 _ROUTING = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-PUBLISHED = {"deepseek_v3": _ROUTING, "deepseek_v32": _ROUTING}
+PUBLISHED = {
+    "deepseek_v3": _ROUTING,
+    "deepseek_v32": _ROUTING,
+    "glm_moe_dsa": _ROUTING | {"first_k_dense_replace": 1, "indexer_rope_interleave": True},
+}
 
 
 class Sglang:
