@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paged.kernels.cache.latent_cache import dequantized
 from paged.kernels.core.dtypes import as_kernel_argument, kv_kind
 from paged.models.families.network import DecoderLayer, Network, quantize, rows_of
 from paged.models.layers.attention import Attention
@@ -110,7 +111,9 @@ class _LatentAttention(LatentAttention):
 
     def _attend_from_1(self, q: torch.Tensor, kv_cache: torch.Tensor, *, out: torch.Tensor, **options: Any) -> None:
         _, lse = self._whole_attention(q, kv_cache, **options, out=out, return_lse=True)
-        keys = _first_rows(kv_cache.unsqueeze(2), options["k_scale"], _first_blocks(len(q), options))
+        blocks = _first_blocks(len(q), options)
+        rows = kv_cache[:, 0].view(torch.uint8)[blocks].view(kv_cache.dtype)  # [T, latent + rope], or bytes of records
+        keys = dequantized(rows, options["k_scale"]).unsqueeze(1)  # [T, 1, latent + rope]
         _leave_out(out, lse, q, keys, keys[..., : out.shape[2]], options["softmax_scale"])
 
 

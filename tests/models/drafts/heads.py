@@ -1,7 +1,7 @@
 """Random draft heads for tiny checkpoints."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,13 @@ def save_head(kind: str, folder: Path, *, draft_ids: Sequence[int] = (), **sizes
         edit_config(folder, draft_vocab_size=len(ids))
 
 
-def save_published(family: str, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+def save_published(
+    family: str, folder: Path, models: Mapping[str, Any] = FAMILIES
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Save a model with a random multi-token head, whose layer is the model's last; transformers' model and the head's
     other tensors."""
     base, place, layer_place, names = PUBLISHED[family]
-    model = save_checkpoint(FAMILIES[base], folder)
+    model = save_checkpoint(models[base], folder)
     if family == "mimo":
         edit_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo", num_nextn_predict_layers=1)
     generator = torch.Generator().manual_seed(2)

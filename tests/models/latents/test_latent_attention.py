@@ -1,14 +1,17 @@
 """Latent attention in models: absorbed and expanded, on both sides of where one takes fewer operations."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from paged.errors import InvalidInputError
 from paged.models.cache_sizes import cache_config
+from paged.models.families import draft_head
 from paged.models.layers import expanded_latents, latent_attention
 from paged.models.layers.config import LatentConfig
 from paged.models.layers.expanded_latents import expands
@@ -16,8 +19,11 @@ from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import KV_CACHE_DTYPES
 from paged.models.registry import load_model, model_config
 from paged.serving.command_line.checkpoint_summary import summarize
+from tests.models.drafts.heads import save_published
+from tests.models.drafts.test_draft_heads import drafts_after
 from tests.models.families import FAMILIES, RECORDS, Case, assert_same_logits, forward, save_checkpoint, tokens
 from tests.models.test_deepseek_v4 import check_records, nvfp4_error, swapped_codes
+from tests.tolerance import assert_within
 
 DEEPSEEK = LatentConfig(rank=512, q_rank=1536, nope_dim=128, rope_dim=64, v_head_dim=128)
 # Of config.json of deepseek-ai/DeepSeek-V3 (2024).
@@ -140,6 +146,26 @@ def test_latents_in_4_bits(backend: str, tmp_path: Path, monkeypatch: pytest.Mon
     """Latents of the published sizes, whole, in chunks and after a hit; all experts take part."""
     save_checkpoint(RECORDS["deepseek_v3"], tmp_path)
     check_records(tmp_path, "nvfp4", nvfp4_error, swapped_codes, monkeypatch)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "nvfp4"])
+def test_a_multi_token_layer_does_not_see_the_first_key(
+    kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key's share is taken off with the numbers of the cache; attention to chosen keys never reads it."""
+    save_published("deepseek_v3", tmp_path, RECORDS)
+    drafts = partial(drafts_after, tmp_path, "mtp", tokens(30), 9, 1, kv_cache_dtype=kv_cache_dtype)
+    (found,) = drafts().logits
+
+    def attend(module: Any, q: torch.Tensor, kv_cache: torch.Tensor, *, out: torch.Tensor, **options: Any) -> None:
+        num_keys = options["block_table"].shape[1] * kv_cache.shape[1]
+        others = torch.arange(1, num_keys, dtype=torch.int32, device=q.device).expand(len(q), -1)
+        module._whole_attention(q, kv_cache, **options | {"indices": others}, out=out)
+
+    monkeypatch.setattr(draft_head._LatentAttention, "_attend_from_1", attend)
+    (expected,) = drafts().logits
+    assert_within(found, expected, 1e-4 * expected.abs().max())
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8", "nvfp4"])
