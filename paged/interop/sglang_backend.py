@@ -25,6 +25,9 @@ from paged.kernels.core.device import is_capturing
 from paged.kernels.core.dtypes import KV_KINDS
 from paged.kernels.core.operation import bound_for, layout
 
+# Speculative algorithms whose draft workers decode chains and extend by what was verified.
+DRAFT_WORKERS = ("EAGLE", "EAGLE3", "STANDALONE")
+
 
 @dataclass
 class SglangStep:
@@ -82,8 +85,8 @@ class PagedAttnBackend(AttentionBackend):
 
         Raises:
             UnsupportedError: another kind of pool or dtype, pages whose size is neither 1 nor a multiple of 8, draft
-                workers, trees of drafts, context parallelism, encoder-decoder models, or models whose images have
-                masks.
+                workers of other algorithms or with a pool for windows, trees of drafts, context parallelism,
+                encoder-decoder models, or models whose images have masks.
         """
         super().__init__()
         self._check(runner)
@@ -94,6 +97,8 @@ class PagedAttnBackend(AttentionBackend):
         self.max_context_len: int = self.req_to_token_pool.req_to_token.shape[1]
         self.num_verified: int = get_spec().speculative_num_draft_tokens or 1
         self.has_window_pool = isinstance(runner.token_to_kv_pool, SWAKVPool)
+        # Tokens that a draft worker wrote after a batch's sequences when this backend's decode attends.
+        self.num_drafted = 0
         self.graph: GraphBuffers | None = None
         self.step: SglangStep | None = None
 
@@ -111,6 +116,8 @@ class PagedAttnBackend(AttentionBackend):
             longest = int(forward_batch.seq_lens_cpu.max())
             if forward_batch.forward_mode.is_target_verify():
                 longest += self._num_verified(forward_batch.spec_info)
+            elif forward_batch.forward_mode.is_decode():
+                longest += self.num_drafted
             limit = min(limit, longest)
         self.step = self._make_step(forward_batch, limit)
 
@@ -227,6 +234,8 @@ class PagedAttnBackend(AttentionBackend):
             if mode.is_target_verify():
                 longest = self._num_verified(forward_batch.spec_info)
                 seq_lens = seq_lens + longest
+            else:
+                seq_lens = seq_lens + self.num_drafted
             offsets = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * longest
         else:
             query_lens = forward_batch.extend_seq_lens
@@ -313,10 +322,17 @@ class PagedAttnBackend(AttentionBackend):
                 f"is_multimodal: {type(runner.model).__name__} masks images, which is not supported; serve text alone "
                 "with --language-model-only, or choose another --prefill-attention-backend"
             )
-        if runner.is_draft_worker:
+        algorithm = get_spec().speculative_algorithm
+        if runner.is_draft_worker and algorithm not in DRAFT_WORKERS:
             raise UnsupportedError(
-                "is_draft_worker: drafts are not supported, choose another --speculative-draft-attention-backend"
+                f"is_draft_worker: of {algorithm!r}, expected one of {DRAFT_WORKERS}; choose another "
+                "--speculative-draft-attention-backend"
             )
+        if runner.is_draft_worker and isinstance(pool, SWAKVPool):
+            raise UnsupportedError("is_draft_worker: drafts with a pool for windows are not supported")
+        window = get_spec().speculative_draft_window_size
+        if runner.is_draft_worker and window and not runner.sliding_window_size:
+            raise UnsupportedError(f"speculative_draft_window_size: {window}, expected none, or windows of layers")
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ NAMES = (
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_decode_or_idle",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_extend_without_speculative",
     "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_target_verify",
+    "sglang.srt.model_executor.forward_batch_info:build_inner_fb_view",
     "sglang.srt.model_executor.forward_context:get_attn_backend",
     "sglang.srt.model_executor.forward_context:get_token_to_kv_pool",
     "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph:eager_on_graph",
@@ -68,6 +69,7 @@ NAMES = (
     "sglang.srt.runtime_context:get_exec",
     "sglang.srt.runtime_context:get_parallel",
     "sglang.srt.runtime_context:get_spec",
+    "sglang.srt.speculative.draft_utils:DraftBackendFactory._create_backend",
     "sglang.srt.speculative.spec_info:SpecInput.num_tokens_per_req",
     "sglang.srt.speculative.spec_info:SpecInput.ragged_verify_layout",
 )

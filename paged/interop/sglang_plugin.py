@@ -35,6 +35,7 @@ def register() -> None:
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         ATTENTION_BACKEND_CHOICES.append(BACKEND)
         _accept_as_triton()
+        _serve_draft_workers()
     register_attention_backend(BACKEND)(make_backend)
 
 
@@ -55,6 +56,29 @@ def _accept_as_triton() -> None:
         return tuple(names)
 
     model_hook.attention_backends_of = listed_backends
+
+
+def _serve_draft_workers() -> None:
+    """Have SGLang's draft workers take the backend. Their factory has a list, which no plug-in can extend."""
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+    create = DraftBackendFactory._create_backend
+
+    @functools.wraps(create)
+    def create_backend(
+        factory: Any, backend_name: str, makers: dict[str, Any], error: str, stamps_children: bool = False
+    ) -> Any:
+        def make() -> tuple[str, Any]:
+            runner = factory.draft_model_runner
+            if not stamps_children:  # the backend of extends
+                return BACKEND, make_backend(runner)
+            from paged.interop.sglang_drafts import PagedDraftBackends
+
+            return BACKEND, PagedDraftBackends(make_backend, runner, factory.speculative_num_steps)
+
+        return create(factory, backend_name, makers | {BACKEND: make}, error, stamps_children)
+
+    DraftBackendFactory._create_backend = create_backend
 
 
 def make_backend(runner: Any) -> Any:

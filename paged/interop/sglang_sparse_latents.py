@@ -68,6 +68,8 @@ class PagedSparseLatentBackend(PagedLatentBackend):
             name = getattr(runner, f"{phase}_attention_backend_str")
             if name != BACKEND:
                 raise UnsupportedError(f"{phase}_attention_backend: {name!r}, expected {BACKEND!r} for both phases")
+        if runner.is_draft_worker:
+            raise UnsupportedError("is_draft_worker: drafts over latents that an indexer chooses are not supported")
         if get_exec().features.enable_return_indexer_topk:
             raise UnsupportedError("enable_return_indexer_topk: chosen keys are not returned")
         for module in runner.model.modules():

@@ -89,6 +89,7 @@ def make_runner(page_size: int, kind: str = "plain", *, dtype: torch.dtype = tor
         token_to_kv_pool=pool,
         prefill_attention_backend_str="paged",
         decode_attention_backend_str="paged",
+        sliding_window_size=None,
         model=torch.nn.Module(),
         model_config=TEXT_MODEL,
     )
@@ -416,13 +417,23 @@ def test_refusals_by_name(sglang_settings: Any) -> None:
     sparse = {"use_mla_backend": True, "token_to_kv_pool": make_runner(64, "sparse latents").token_to_kv_pool}
     refused("index_kpool: 4", **sparse | {"token_to_kv_pool": with_pools})
     refused(r"qk_rope_head_dim: \(512, 32\)", **sparse | {"token_to_kv_pool": small_rows})
+    refused("is_draft_worker: of None", is_draft_worker=True)
+    sglang_settings.override("test", speculative_algorithm="EAGLE")
+    refused(
+        "is_draft_worker: drafts with a pool",
+        is_draft_worker=True,
+        token_to_kv_pool=make_runner(8, "window pool").token_to_kv_pool,
+    )
+    refused("is_draft_worker: drafts over latents", **sparse, is_draft_worker=True)
+    sglang_settings.override("test", speculative_draft_window_size=8)
+    refused("speculative_draft_window_size: 8", is_draft_worker=True)
+    sglang_settings.override("test", speculative_algorithm=None, speculative_draft_window_size=None)
     refused("decode_attention_backend: 'dsa'", **sparse, decode_attention_backend_str="dsa")
     refused("learnable_sink_param", **sparse, model=with_sinks)
     refused("index_init_tokens", **sparse, model=with_first_tokens)
     sglang_settings.override("test", enable_return_indexer_topk=True)
     refused("enable_return_indexer_topk", **sparse)
     sglang_settings.override("test", enable_return_indexer_topk=False)
-    refused("is_draft_worker", is_draft_worker=True)
     refused("cross attention", model_config=SimpleNamespace(is_encoder_decoder=True))
     with_images = SimpleNamespace(is_encoder_decoder=False, is_multimodal=True, is_lm_only=False)
     gemma = Gemma3ForConditionalGeneration.__new__(Gemma3ForConditionalGeneration)

@@ -14,6 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from paged.errors import UnsupportedError
+from paged.interop.sglang_drafts import PagedDraftBackends
 from paged.interop.sglang_plugin import register
 from tests.emulated_device.emulator.device import EmulatedCuda
 from tests.sglang.test_backend import (
@@ -138,6 +139,65 @@ def test_replays_choose_among_the_new_lengths(sglang_settings: Any) -> None:
             expected_keys, expected = run(plain, step, *values)
             assert torch.equal(chosen, expected_keys)
             assert_close(out.cpu(), expected.cpu().double())
+        assert cuda.report.hazards == []
+
+
+@pytest.mark.parametrize("kind", ["plain", "latents"])
+def test_replays_of_a_chain_of_drafts(kind: str, sglang_settings: Any) -> None:
+    """One graph holds the decodes of a chain, each with a backend. Its batch has the lengths without drafts."""
+    register()
+    sglang_settings.override("test", speculative_algorithm="EAGLE")
+    make_tensors: Callable[..., Any] = latent_tensors if kind == "latents" else tensors
+    layer = make_latent_layer(1) if kind == "latents" else make_layer(1)
+    with EmulatedCuda(num_sms=2) as cuda:
+        runner = make_runner(16, kind, device="cuda")
+        runner.is_draft_worker = True
+        chain = PagedDraftBackends(ATTENTION_BACKENDS["paged"], runner, num_steps=3)
+        batch = Batch(runner)
+        prompts = batch.step(ForwardMode.EXTEND, [(length, length) for length in HELD[-1]])
+        chain.attn_backends[0].init_forward_metadata(prompts)
+        chain.attn_backends[0].forward(*[tensor.cuda() for tensor in make_tensors(prompts, 0)], layer, prompts)
+
+        def decodes(held: list[int]) -> list[ForwardBatch]:
+            """The decodes of a chain; only their slots differ."""
+            steps = []
+            for num_drafted in (1, 2):
+                step = batch.step(ForwardMode.DECODE, [(1, length + num_drafted) for length in held])
+                step.seq_lens = step.seq_lens - num_drafted
+                steps.append(step)
+            return steps
+
+        chain.init_cuda_graph_state(4, 8)
+        static = decodes(HELD[0])
+        inputs = [[tensor.cuda() for tensor in make_tensors(step, 1)] for step in static]
+
+        def run() -> list[torch.Tensor]:
+            outputs = []
+            for backend, step, arguments in zip(chain.attn_backends, static, inputs, strict=True):
+                outputs.append(backend.forward(*arguments, layer, step))
+            return outputs
+
+        chain.init_forward_metadata_out_graph(static[0], in_capture=True)
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = run()
+        for held in HELD[1:]:
+            steps = decodes(held)
+            queries = []
+            for i, step in enumerate(steps):
+                values = make_tensors(step, 2 + i)
+                queries.append(values[0])
+                for buffer, value in zip(
+                    (*inputs[i], static[i].out_cache_loc), (*values, step.out_cache_loc), strict=True
+                ):
+                    buffer.copy_(value)
+            chain.init_forward_metadata_out_graph(steps[0])
+            graph.replay()
+            for i, out in enumerate(outputs):
+                lengths = [(1, length + 1 + i) for length in held]
+                expected = expected_of(batch, layer, queries[i], lengths)
+                assert_close(out.cpu().view(-1, HEADS, layer.v_head_dim), expected)
         assert cuda.report.hazards == []
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("sglang")
 from paged.interop.sglang_plugin import register
 from paged.kernels.cache.latent_cache import encode_index_keys, index_keys
 from tests.models.families import FAMILIES, save_checkpoint, tokens
-from tests.sglang.whole import Sglang, run_sglang
+from tests.sglang.whole import Sglang, drafting_kernels, run_sglang
 
 pytestmark = pytest.mark.thorough
 
@@ -20,22 +20,24 @@ NUM_NEW = 5
 
 
 @torch.no_grad()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+def greedy(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
     token_ids = list(prompt)
-    for _ in range(NUM_NEW):
+    for _ in range(num_new):
         logits = model(torch.tensor([token_ids])).logits[0, -1]
         token_ids.append(int(logits.argmax()))
     return token_ids[len(prompt) :]
 
 
-def run_prompts(sglang: Sglang, prompts: list[list[int]]) -> tuple[list[tuple[str, list[int]]], dict[str, list[int]]]:
+def run_prompts(
+    sglang: Sglang, prompts: list[list[int]], num_new: int = NUM_NEW
+) -> tuple[list[tuple[str, list[int]]], dict[str, list[int]]]:
     """Return the steps and tokens of prompts; the last one comes after the first token of the others."""
     last = len(prompts) - 1
     for i, prompt in enumerate(prompts[:last]):
-        sglang.add(str(i), prompt, NUM_NEW)
+        sglang.add(str(i), prompt, num_new)
     while not sglang.outputs:
         sglang.step()
-    sglang.add(str(last), prompts[last], NUM_NEW)
+    sglang.add(str(last), prompts[last], num_new)
     while sglang.step():
         pass
     return sglang.steps, sglang.outputs
@@ -90,3 +92,27 @@ def test_greedy_tokens_of_chosen_latents_equal_those_of_transformers(
     )
     for i, prompt in enumerate(prompts):
         assert outputs[str(i)] == greedy(model, prompt)
+
+
+def test_drafts_equal_those_of_sglangs_own_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model beside its target: some drafts are verified, because SGLang shows it no first token."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    register()
+    model = save_checkpoint(FAMILIES["llama"], tmp_path)
+    prompts = [tokens(30, 2), tokens(7, 1)]
+    options: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(tmp_path)}
+    options |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    drafts = []
+    for draft_backend in ("paged", "triton"):
+        options["speculative_draft_attention_backend"] = draft_backend
+        with (
+            drafting_kernels() as chains,
+            run_sglang("llama", tmp_path, attention_backend="paged", **options) as sglang,
+        ):
+            _, outputs = run_prompts(sglang, prompts, num_new=8)
+        drafts.append(chains)
+        for i, prompt in enumerate(prompts):
+            assert outputs[str(i)] == greedy(model, prompt, 8)
+    assert drafts[0] == drafts[1]
+    num_verified = sum(len(step) for step in drafts[0])
+    assert num_verified < len(prompts) * 7, "no draft was right"

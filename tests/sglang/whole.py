@@ -11,13 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.kernels.ops.speculative import cache_locs, spec_tree
+from sglang.kernels.ops.speculative import eagle as accepted
 from sglang.srt.arg_groups import model_hook
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache import allocation, memory_pool
 from sglang.srt.runtime_context import SpawnRanks, publish, reset_context
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.speculative import eagle_utils
 
 # Published checkpoints of DeepSeek have settings that transformers does not write.
 _ROUTING = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
@@ -87,6 +91,29 @@ def without_gpu_settings() -> Iterator[None]:
         for name in ("_dsa_kv_cache_dtype_default", "_dsa_split_backend_resolution"):
             patch.setattr(model_hook, name, lambda settings: {})
         yield
+
+
+@contextmanager
+def drafting_kernels() -> Iterator[list[list[list[int]]]]:
+    """Have SGLang manage drafts by its Triton kernels, in the interpreter, for `sgl_kernel` is missing.
+
+    Yields the chains of each verification, which begin with the last verified token.
+    """
+    chains: list[list[list[int]]] = []
+    verify = eagle_utils.verify_tree_greedy_func
+
+    def verify_recorded(**arguments: Any) -> Any:
+        chains.append(arguments["candidates"].tolist())
+        return verify(**arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (allocation, cache_locs, accepted, spec_tree):
+            patch.setattr(module, "_is_cpu", False)
+        patch.setattr(cache_locs, "_is_xpu", True)
+        patch.setattr(spec_tree, "_is_xpu", True)  # trees by Triton
+        patch.setattr(memory_pool, "copy_all_layer_kv_cache_func", lambda *arguments: None)  # a warm-up
+        patch.setattr(eagle_utils, "verify_tree_greedy_func", verify_recorded)
+        yield chains
 
 
 @contextmanager
