@@ -112,6 +112,7 @@ def drafting_kernels() -> Iterator[list[list[list[int]]]]:
         patch.setattr(cache_locs, "_is_xpu", True)
         patch.setattr(spec_tree, "_is_xpu", True)  # trees by Triton
         patch.setattr(memory_pool, "copy_all_layer_kv_cache_func", lambda *arguments: None)  # a warm-up
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
         patch.setattr(eagle_utils, "verify_tree_greedy_func", verify_recorded)
         yield chains
 
