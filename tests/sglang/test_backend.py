@@ -104,7 +104,8 @@ def make_latent_layer(index: int, **options: Any) -> RadixAttention:
 
 
 def make_sparse_layer(index: int) -> RadixAttention:
-    return RadixAttention(HEADS, SPARSE_LATENT + SPARSE_ROPE, DIM**-0.5, 1, index, v_head_dim=SPARSE_LATENT)
+    size = SPARSE_LATENT + SPARSE_ROPE
+    return RadixAttention(HEADS, size, size**-0.5, 1, index, v_head_dim=SPARSE_LATENT)
 
 
 class Batch:
