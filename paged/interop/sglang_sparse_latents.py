@@ -68,8 +68,11 @@ class PagedSparseLatentBackend(PagedLatentBackend):
             name = getattr(runner, f"{phase}_attention_backend_str")
             if name != BACKEND:
                 raise UnsupportedError(f"{phase}_attention_backend: {name!r}, expected {BACKEND!r} for both phases")
-        if runner.is_draft_worker:
-            raise UnsupportedError("is_draft_worker: drafts over latents that an indexer chooses are not supported")
+        if runner.is_draft_worker and getattr(runner.model_config.hf_config, "index_share_for_mtp_iteration", False):
+            raise UnsupportedError(
+                "index_share_for_mtp_iteration: drafts that share a choice of keys are not supported, choose another "
+                "--speculative-draft-attention-backend"
+            )
         if get_exec().features.enable_return_indexer_topk:
             raise UnsupportedError("enable_return_indexer_topk: chosen keys are not returned")
         for module in runner.model.modules():

@@ -425,7 +425,8 @@ def test_refusals_by_name(sglang_settings: Any) -> None:
         is_draft_worker=True,
         token_to_kv_pool=make_runner(8, "window pool").token_to_kv_pool,
     )
-    refused("is_draft_worker: drafts over latents", **sparse, is_draft_worker=True)
+    sharing = SimpleNamespace(**vars(TEXT_MODEL), hf_config=SimpleNamespace(index_share_for_mtp_iteration=True))
+    refused("index_share_for_mtp_iteration", **sparse, is_draft_worker=True, model_config=sharing)
     sglang_settings.override("test", speculative_draft_window_size=8)
     refused("speculative_draft_window_size: 8", is_draft_worker=True)
     sglang_settings.override("test", speculative_algorithm=None, speculative_draft_window_size=None)

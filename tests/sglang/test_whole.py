@@ -9,6 +9,7 @@ from transformers import DynamicCache
 
 pytest.importorskip("sglang")
 
+from paged.interop import sglang_sparse_latents
 from paged.interop.sglang_plugin import register
 from paged.kernels.cache.latent_cache import encode_index_keys, index_keys
 from tests.models.drafts.heads import save_published
@@ -129,3 +130,37 @@ def test_drafts_equal_those_of_sglangs_own_backend(
     num_verified = sum(len(step) for step in drafts[0])
     num_tokens = len(prompts) * 7  # without those that the prompts give
     assert num_verified < num_tokens or algorithm == "EAGLE", "no draft was right"
+
+
+def test_drafts_choose_among_the_drafts_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head of DeepSeek-V3.2 drafts the same, whether it chooses all of up to 63 keys or does not choose."""
+    monkeypatch.setenv("PAGED_BACKEND", "torch")
+    register()
+    choose, modes = sglang_sparse_latents._choose, set()
+
+    def choose_recorded(indexer: Any, x: Any, q_lora: Any, positions: Any, batch: Any, layer_id: int) -> Any:
+        chosen = choose(indexer, x, q_lora, positions, batch, layer_id)
+        if chosen is not None:
+            modes.add(batch.forward_mode.name)
+            assert torch.equal(chosen[:, -1], positions.int())
+            assert torch.equal((chosen >= 0).sum(1), positions + 1)
+        return chosen
+
+    monkeypatch.setattr(sglang_sparse_latents, "_choose", choose_recorded)
+    config = FAMILIES["deepseek_v32"]
+    config.index_head_dim, config.index_topk = 128, 64
+    model, _ = save_published("deepseek_v3", tmp_path, {"deepseek_v3": config})
+    prompts = [tokens(30, 2), tokens(7, 1)]
+    options: dict[str, Any] = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(tmp_path)}
+    options |= {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    options |= {"page_size": 64, "chunked_prefill_size": 128, "attention_backend": "paged"}
+    drafts = []
+    for top_k in (63, 64):  # a page has 64 keys, so all are seen without a choice
+        edit_config(tmp_path, num_nextn_predict_layers=1, index_topk=top_k)
+        with drafting_kernels() as chains, run_sglang("deepseek_v32", tmp_path, **options) as sglang:
+            _, outputs = run_prompts(sglang, prompts, num_new=8)
+        drafts.append(chains)
+        for i, prompt in enumerate(prompts):
+            assert outputs[str(i)] == greedy(model, prompt, 8)
+    assert drafts[0] == drafts[1]
+    assert modes == {"EXTEND", "TARGET_VERIFY", "DRAFT_EXTEND_V2", "DECODE"}
