@@ -86,9 +86,10 @@ def _model_class(hf: HfConfig, folder: Path, trust_remote_code: bool) -> tuple[A
     for name in hf.items("architectures", str):
         if name.casefold() == str(decoder).casefold():
             name = decoder
-        model_class: Any = getattr(transformers, name, None)
-        if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        candidate = getattr(transformers, name, None)
+        if not isinstance(candidate, type) or not issubclass(candidate, transformers.PreTrainedModel):
             continue
+        model_class: Any = candidate
         config_class: Any = model_class.config_class
         if config_class is not None and config_class.model_type == hf.values.get("model_type"):
             try:
