@@ -297,8 +297,11 @@ def _cache_results(arguments: Arguments) -> Tensors:
 
 
 def _written_latents(arguments: Arguments) -> Tensors:
-    """Return the numbers of a latent cache."""
-    return {"kv_cache": stored_rows(arguments["kv_cache"], torch.float64)}
+    """Return a latent cache, or the numbers of one whose rows are records."""
+    cache = arguments["kv_cache"]
+    if cache.dtype == torch.uint8:
+        cache = stored_rows(cache, torch.float64)
+    return {"kv_cache": cache}
 
 
 def _named_caches(caches: list[torch.Tensor]) -> Tensors:
