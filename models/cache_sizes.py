@@ -12,7 +12,7 @@ from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.pooled_groups import OpenPoolGroup, PooledGroup
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.kernels.attention.tiles import default_block_size
-from paged.kernels.cache.latent_cache import LATENT_CODES, LATENT_DIM, LATENT_ROPE, NVFP4_LATENT_BYTES
+from paged.kernels.cache.latent_cache import LATENT_CODES, LATENT_ROPE, NVFP4_LATENT_BYTES
 from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.kernels.core.errors import shown
@@ -55,8 +55,8 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     of bytes.
     """
     dtype = fields.get("dtype") or torch.get_default_dtype()
-    has_records = dtype == torch.float4_e2m1fn_x2 and any(map(_has_latent_records, config.attention))
-    if has_records:
+    keeps_records = dtype == torch.float4_e2m1fn_x2 and any(map(_has_latent_records, config.attention))
+    if keeps_records:
         fields["dtype"] = torch.float8_e4m3fn  # records hold their scales: to the cache they are bytes
     if config.attention[0].compressed is not None:
         keeps_ids = any(isinstance(ngrams, EngramConfig) for ngrams in config.ngrams)
@@ -69,7 +69,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
     for index, layer in enumerate(config.attention):
         if layer.shares_kv_with is None and config.attends[index]:
             kind = layer.cache_kind
-            if has_records and _has_latent_records(layer):
+            if keeps_records and _has_latent_records(layer):
                 kind = 1, NVFP4_LATENT_BYTES, NVFP4_LATENT_BYTES, layer.window, True
             kinds.setdefault(kind, []).append(index)
     indexers: dict[int, IndexConfig | BlockIndexConfig] = {}
@@ -108,7 +108,7 @@ def cache_config(config: DecoderConfig, **fields: Any) -> PagedKvCacheConfig:
 def _has_latent_records(layer: AttentionConfig) -> bool:
     """Return whether a layer's latents have the sizes of records, their form in a cache of 4 bits."""
     sizes = layer.latent
-    return sizes is not None and (sizes.rank, sizes.rank + sizes.rope_dim) == (LATENT_CODES, LATENT_DIM)
+    return sizes is not None and (sizes.rank, sizes.rope_dim) == (LATENT_CODES, LATENT_ROPE)
 
 
 def _ngram_rows(config: DecoderConfig) -> tuple[ConvSpec, ...]:

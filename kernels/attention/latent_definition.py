@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from ..cache.latent_cache import dequantized, index_cache_parts
+from ..cache.latent_cache import dequantized, index_cache_parts, index_numbers
 from .definition import attend
 
 # Most scores, or numbers of chosen keys, in memory at once: 64 MB in float32.
@@ -245,7 +245,6 @@ def _index_rows(
 ) -> torch.Tensor:
     """Return a sequence's indexer keys as numbers, [*keys.shape, head_dim]. blocks: as in `_rows`."""
     numbers, scales = key_parts
-    rows = _rows(numbers, blocks, keys)
-    if scales is None:
-        return rows.to(dtype)
-    return rows.view(torch.float8_e4m3fn).to(dtype) * _rows(scales, blocks, keys)
+    if scales is not None:
+        scales = _rows(scales, blocks, keys)
+    return index_numbers(_rows(numbers, blocks, keys), scales, dtype)

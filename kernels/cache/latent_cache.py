@@ -11,18 +11,18 @@ from ..core.checks import MAX_HEAD_DIM, check_is_tensor, check_last_dim_contiguo
 from ..core.dtypes import KV_KINDS, SMALLEST, kv_kind
 from ..core.errors import InvalidInputError
 
-# Sizes of rows in bytes, and of the groups of codes that share a scale. Of latents (FlashMLA; vLLM's "fp8_ds_mla" and
-# "nvfp4_ds_mla"): 512 latents as codes, 64 rotated numbers.
+# Sizes of rows in bytes, and of the groups of codes that share a scale.
+# Rows of latents (FlashMLA; vLLM's "fp8_ds_mla" and "nvfp4_ds_mla") have latents as codes, then rotated numbers.
 PACKED_BYTES, PACKED_GROUP = 656, 128
 NVFP4_LATENT_BYTES = 352
 LATENT_CODES, LATENT_ROPE = 512, 64
 LATENT_DIM = LATENT_CODES + LATENT_ROPE
-# Of DeepSeek-V4 (vLLM, 2026): 448 codes and 64 rotated numbers.
+# Records of DeepSeek-V4 (vLLM, 2026) have codes, then rotated numbers.
 RECORD_BYTES, RECORD_CODES, RECORD_ROPE, RECORD_GROUP = 584, 448, 64, 64
 RECORD_DIM = RECORD_CODES + RECORD_ROPE
-# Of DeepSeek-V4.1 (vLLM, 2026): 512 codes, the rotated ones too.
+# Records of DeepSeek-V4.1 (vLLM, 2026) have codes alone, for the rotated numbers too.
 MXFP8_BYTES, MXFP8_GROUP = 528, 32
-# Of DeepSeek-V4 in NVFP4 (sizes as in FlashInfer's pull request 4955).
+# Records of DeepSeek-V4 in NVFP4 have the sizes of FlashInfer's pull request 4955.
 NVFP4_BYTES, NVFP4_GROUP = 384, 16
 # Largest latent, that of dots3-note's layers with a window.
 MAX_LATENT = 1024
@@ -403,7 +403,11 @@ def _check_blocks_with_scales(key_cache: torch.Tensor, head_dim: int, device: to
 
 def index_keys(rows: torch.Tensor, head_dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return rows of a cache of indexer keys as numbers of a float dtype, [..., head_dim]."""
-    keys, scales = index_parts(rows, head_dim)
+    return index_numbers(*index_parts(rows, head_dim), dtype)
+
+
+def index_numbers(keys: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the parts of indexer keys, see `index_parts`, as numbers of a float dtype, [..., head_dim]."""
     if scales is None:
         return keys.to(dtype)
     return keys.view(torch.float8_e4m3fn).to(dtype) * scales

@@ -335,6 +335,12 @@ class PagedAttnBackend(AttentionBackend):
             raise UnsupportedError(f"speculative_draft_window_size: {window}, expected none, or windows of layers")
 
 
+def full_pool(runner: Any) -> Any:
+    """Return the pool of a runner's full-attention layers, which pools of hybrids and of windows have inside."""
+    pool = runner.token_to_kv_pool
+    return getattr(pool, "full_kv_pool", pool)
+
+
 def refuse_arguments(arguments: dict[str, Any]) -> None:
     """Raise UnsupportedError if an argument that the backend does not know is given."""
     for name, value in arguments.items():

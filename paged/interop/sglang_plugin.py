@@ -87,17 +87,16 @@ def make_backend(runner: Any) -> Any:
     Raises:
         UnsupportedError: the runner's model, pools or options need what the backend does not do.
     """
+    from paged.interop.sglang_backend import PagedAttnBackend, full_pool
+
     if runner.use_mla_backend:
         from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
 
-        pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
-        if isinstance(pool, DSATokenToKVPool):
+        if isinstance(full_pool(runner), DSATokenToKVPool):
             from paged.interop.sglang_sparse_latents import PagedSparseLatentBackend
 
             return PagedSparseLatentBackend(runner)
         from paged.interop.sglang_latents import PagedLatentBackend
 
         return PagedLatentBackend(runner)
-    from paged.interop.sglang_backend import PagedAttnBackend
-
     return PagedAttnBackend(runner)

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.runner_utils.forward_batch import get_forward_bat
 from sglang.srt.runtime_context import get_exec
 
 from paged.errors import UnsupportedError
-from paged.interop.sglang_backend import SglangStep, refuse_arguments
+from paged.interop.sglang_backend import SglangStep, full_pool, refuse_arguments
 from paged.interop.sglang_interface import BACKEND
 from paged.interop.sglang_latents import PagedLatentBackend
 from paged.kernels.attention.choose_keys import choose_keys
@@ -57,7 +57,7 @@ class PagedSparseLatentBackend(PagedLatentBackend):
 
     def _check(self, runner: Any) -> None:
         super()._check(runner)
-        pool = getattr(runner.token_to_kv_pool, "full_kv_pool", runner.token_to_kv_pool)
+        pool = full_pool(runner)
         if pool.index_kpool != 1:
             raise UnsupportedError(f"index_kpool: {pool.index_kpool}, expected 1, a key of each token")
         sizes = pool.kv_lora_rank, pool.qk_rope_head_dim
