@@ -73,12 +73,15 @@ class Candidate:
         self.arguments: Arguments = {}
         self.again: Tensors = {}
         self.num_calls = 0
+        # The folder is removed after the process ended, because a process may still write there after it answered. A
+        # child in a session of its own may write even then.
+        self._folder = tempfile.TemporaryDirectory(prefix="paged-candidate-", ignore_cleanup_errors=True)
         self._process = JudgedProcess(path, seconds)
         try:
             self._names, self._takes_all = self._process.start()
             self._check_names()
         except BaseException:
-            self._process.close()
+            self.close()
             raise
         parameters = self.card.signature.parameters.values()
         # What `inspect.signature` says of the function in the operation's place.
@@ -100,8 +103,9 @@ class Candidate:
                 )
 
     def close(self) -> None:
-        """End the function's process."""
+        """End the function's process, and remove the folder of its files."""
         self._process.close()
+        self._folder.cleanup()
 
     def taken(self, arguments: Arguments) -> Arguments:
         """Return the arguments that the function takes.
@@ -148,22 +152,23 @@ class Candidate:
         request: dict[str, Any] = {"device": str(device), "blocks": None}
         if block_ids is not None:
             request["blocks"] = block_ids.tolist()
+        folder = Path(self._folder.name)
+        sent, result = folder / "arguments", folder / "result"
+        request["arguments"], request["result"] = str(sent), str(result)
+        sent.unlink(missing_ok=True)  # the process may still map the last call's file, so it is not written over
+        write_call(sent, self.card.name, taken, block_ids)
         outcomes = []
-        with tempfile.TemporaryDirectory(prefix="paged-candidate-") as folder:
-            path = Path(folder) / "result"
-            request["arguments"], request["result"] = f"{folder}/arguments", str(path)
-            write_call(Path(request["arguments"]), self.card.name, taken, block_ids)
-            for _ in range(_NUM_CALLS):
-                path.unlink(missing_ok=True)
-                answer = self._process.ask(request)
-                if answer["error"] is not None:
-                    raise WrongResultError(str(answer["error"]))
-                try:
-                    call = read_call(path, torch.device("cpu"))
-                except CheckpointError as error:
-                    raise WrongResultError(f"the result cannot be read: {error.__cause__}") from error
-                _check_layouts(tensors_in("", taken), tensors_in("", call.written))
-                outcomes.append(Outcome(call.returned, call.written, answer["shared"], answer["is_reused"]))
+        for _ in range(_NUM_CALLS):
+            result.unlink(missing_ok=True)
+            answer = self._process.ask(request)
+            if answer["error"] is not None:
+                raise WrongResultError(str(answer["error"]))
+            try:
+                call = read_call(result, torch.device("cpu"))
+            except CheckpointError as error:
+                raise WrongResultError(f"the result cannot be read: {error.__cause__}") from error
+            _check_layouts(tensors_in("", taken), tensors_in("", call.written))
+            outcomes.append(Outcome(call.returned, call.written, answer["shared"], answer["is_reused"]))
         return outcomes
 
     def _finished(self, outcome: Outcome, arguments: Arguments) -> Any:

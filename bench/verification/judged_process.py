@@ -78,7 +78,8 @@ class JudgedProcess:
             self._connection.sendall(json.dumps({**request, "number": self._number}).encode() + b"\n")
         answer = self._receive(self._number, self._seconds)
         if answer.get("error") is None and not _is_answer(answer):
-            return {"error": _NOT_ASKED}
+            self.close()
+            raise WrongResultError(_NOT_ASKED)
         return answer
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
 """RMS norms, and a write to a cache, that look right to a judge that trusts them."""
 
 import atexit
+import itertools
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,6 +113,16 @@ def answers_with_numbers(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-
     answer = {"number": 1, "error": None, "shared": [1], "is_reused": False}
     os.write(int(sys.argv[1]), json.dumps(answer).encode() + b"\n")
     return right(x, weight, eps)
+
+
+def writes_after_its_answer(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """In the folder of the judge's files, as long as the process lives."""
+    folder = Path(sys._getframe(1).f_locals["request"]["result"]).parent
+    for number in itertools.count():
+        (folder / str(number)).touch()
+        if number == 3000:
+            answers_with_numbers(x, weight)
+    raise AssertionError
 
 
 def reuses_its_lse(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -64,13 +65,18 @@ def test_an_operation_that_writes_is_its_own_right_candidate(
         ("patches_the_judge", "out[0, 0]: "),
         ("answers_itself", "WRONG"),
         ("answers_with_numbers", "its process answered what was not asked"),
+        ("writes_after_its_answer", "its process answered what was not asked"),
     ],
 )
-def test_a_cheating_function_is_wrong(function: str, note: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cheating_function_is_wrong(
+    function: str, note: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code, printed = _verify(capsys, function)
     assert code == 1, printed
     assert note in printed
     assert "0 of 1 right" in printed
+    assert not list(tmp_path.glob("paged-candidate-*"))
 
 
 @pytest.mark.parametrize(
