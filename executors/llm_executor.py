@@ -31,14 +31,12 @@ from paged.models.base import DecoderOnlyLLM
 from paged.models.loading.checkpoint_folder import local_folder, model_name
 from paged.models.loading.hf_config import HfConfig, read_eos_token_ids
 from paged.models.loading.weights import untracked
-from paged.models.logits_policy import Rows
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.parallel.ranks import ParallelConfig
 from paged.models.registry import load_model
 from paged.models.weight_update import Source
 from paged.seq_id import SeqId
 from paged.step.batch import UnifiedBatchItem
-from paged.step.step import Step
 
 _LOG = logging.getLogger("paged")
 # Values of a token at the widest point of a decoder layer, in hidden sizes: the hidden state, the residual, and 4 each
@@ -81,6 +79,7 @@ class LlmExecutor(UnifiedExecutor):
             activation_bytes_per_token=ACTIVATIONS_PER_HIDDEN * info.hidden_size * info.dtype.itemsize,
         )
         super().__init__(info, self._lm.kv_manager, memory)
+        self._run = self._lm.run
         if info.device.type == "cpu":
             _set_threads()
         self._ranks = self._lm.ranks
@@ -385,9 +384,6 @@ class LlmExecutor(UnifiedExecutor):
         for item in items:
             if "lora_adapter" in item.metadata:
                 self._lm.set_lora_adapter_for_cache(item.cache_id, item.metadata["lora_adapter"])
-
-    def _run(self, step: Step) -> Rows:
-        return self._lm.run(step)
 
 
 def _set_threads() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ Answers = list[torch.Tensor | None] | torch.Tensor
 
 
 class UnifiedExecutor(ModelExecutor):
-    """Executor base in which every call is one forward over batch items; a subclass runs the forward.
+    """Executor base in which every call is one forward over batch items; a subclass gives the forward, `_run`.
 
     A sequence has the id of its handle if the caller gives one, else the item's seq_id.
     """
@@ -60,6 +59,8 @@ class UnifiedExecutor(ModelExecutor):
     refusal: str | None = None
     # Whether the model needs the items that a step was made from, see `Step.items`.
     _model_takes_items = False
+    # Runs the forward of a step; returns the answers of its wanted rows.
+    _run: Callable[[Step], Rows]
 
     def __init__(self, info: ModelInfo, sequences: PagedKvCacheManager, memory: MemoryRequirements) -> None:
         """sequences: cache manager of the sequences, also if `kv_manager` is None."""
@@ -67,10 +68,6 @@ class UnifiedExecutor(ModelExecutor):
         self.sequences = sequences
         self._meter = WorkMeter(info.device, lambda: memory.weight_bytes + sequences.used_bytes)
         self._prompts = PromptProgress()
-
-    @abstractmethod
-    def _run(self, step: Step) -> Rows:
-        """Run the forward of a step; return the answers of its wanted rows."""
 
     def _choose_adapters(self, items: Sequence[UnifiedBatchItem]) -> None:
         """Select the adapters named in items' metadata, before the forward."""

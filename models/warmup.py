@@ -24,7 +24,7 @@ from paged.kernels.lora.batch import FEW_ROWS, MANY_ROWS, LoraBatch
 from paged.kernels.sampling.sample_tokens import launch_all
 from paged.models.families.network import Network
 from paged.models.layers.config import MoeConfig
-from paged.models.layers.decoder import Linear
+from paged.models.layers.modules import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.weights import PackedModule, Track, untracked
 from paged.models.parallel.draw import CANDIDATES

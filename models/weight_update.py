@@ -16,7 +16,7 @@ from paged.folder_path import as_folder
 from paged.kernels.cpu.products import pack
 from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
-from paged.models.layers.decoder import Linear
+from paged.models.layers.modules import Linear
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.given_tensors import GivenTensors
 from paged.models.loading.weights import PackedModule

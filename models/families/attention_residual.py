@@ -11,9 +11,9 @@ from torch import nn
 
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.mix_snapshots import mix_snapshots
-from paged.models.families.network import DecoderLayer
+from paged.models.families.decoder_layer import DecoderLayer
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import RmsNorm, empty_parameter, stream_norm
+from paged.models.layers.modules import RmsNorm, empty_parameter, stream_norm
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 

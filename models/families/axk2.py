@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from paged.models.families.decoder_layer import DecoderLayer
 from paged.models.families.deepseek import indexed_latents
-from paged.models.families.network import DecoderLayer, family
+from paged.models.families.network import family
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import RmsNorm, empty_parameter
+from paged.models.layers.modules import RmsNorm, empty_parameter
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.weights import Destinations
 

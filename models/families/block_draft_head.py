@@ -24,9 +24,9 @@ from paged.models.families.network import Network, quantize
 from paged.models.layers.compressed_attention import CompressedAttention
 from paged.models.layers.confidence_head import ConfidenceHead
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, empty_parameter, stream_norm
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.hyper_connection import OpenStreams
+from paged.models.layers.modules import Linear, empty_parameter, stream_norm
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata
 

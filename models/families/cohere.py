@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from paged.models.families.network import DecoderLayer, family, rows_of
+from paged.models.families.decoder_layer import DecoderLayer, rows_of
+from paged.models.families.network import family
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import by_window, periodic_windows
 from paged.models.layers.rope import rope_config

@@ -16,12 +16,13 @@ from torch import nn
 
 from paged.kernels.cache.latent_cache import dequantized
 from paged.kernels.core.dtypes import as_kernel_argument, kv_kind
-from paged.models.families.network import DecoderLayer, Network, quantize, rows_of
+from paged.models.families.decoder_layer import DecoderLayer, rows_of
+from paged.models.families.network import Network, quantize
 from paged.models.layers.attention import Attention
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, RmsNorm, stream_norm
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.latent_attention import LatentAttention
+from paged.models.layers.modules import Linear, RmsNorm, stream_norm
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 

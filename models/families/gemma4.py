@@ -16,10 +16,10 @@ from torch.nn import functional
 from paged.errors import CheckpointError
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.silu_and_mul import silu_and_mul
+from paged.models.families.decoder_layer import DecoderLayer, rows_of
 from paged.models.families.dense import gemma_fields
-from paged.models.families.network import DecoderLayer, Network, rows_of
+from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.decoder_config import (
     by_window,
     decoder_config,
@@ -29,6 +29,7 @@ from paged.models.layers.decoder_config import (
     own_values,
     read_head_dim,
 )
+from paged.models.layers.modules import Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.rope import ropes_by_window
 from paged.models.layers.sparse_moe import SparseMoe
 from paged.models.loading.hf_config import HfConfig

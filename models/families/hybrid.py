@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from paged.errors import CheckpointError
+from paged.models.families.decoder_layer import DecoderLayer
 from paged.models.families.dense import NO_BIAS, NORMS_AFTER
 from paged.models.families.experts import qwen_experts
-from paged.models.families.network import DecoderLayer, family
+from paged.models.families.network import family
 from paged.models.families.sigmoid_experts import after_dense
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, by_window, for_kind, layer_kinds, moe_config

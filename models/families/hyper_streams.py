@@ -8,11 +8,11 @@ import torch
 
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.layers.streams import MAX_STREAMS
-from paged.models.families.network import DecoderLayer, rows_of
+from paged.models.families.decoder_layer import DecoderLayer, rows_of
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
-from paged.models.layers.decoder import RmsNorm
 from paged.models.layers.engram import Engram
 from paged.models.layers.hyper_connection import GatedResidual, HyperConnection, OpenStreams
+from paged.models.layers.modules import RmsNorm
 from paged.models.layers.ngrams import NgramLayer
 from paged.models.layers.recurrent_config import EngramConfig, NgramConfig
 from paged.models.loading.hf_config import HfConfig

@@ -10,9 +10,10 @@ import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
+from paged.models.families.decoder_layer import DecoderLayer
 from paged.models.families.dense import granite_fields
 from paged.models.families.experts import GRANITE_RENAMES, granite_moe
-from paged.models.families.network import DecoderLayer, Network, family
+from paged.models.families.network import Network, family
 from paged.models.families.sigmoid_experts import sigmoid_experts
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import (

@@ -11,10 +11,11 @@ import torch
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
-from paged.models.families.network import DecoderLayer, Network, rows_of
+from paged.models.families.decoder_layer import DecoderLayer, rows_of
+from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import PlainMlp, RmsNorm, stream_norm
 from paged.models.layers.decoder_config import STATE_POSITIONS, count_layers, decoder_config, without_attention
+from paged.models.layers.modules import PlainMlp, RmsNorm, stream_norm
 from paged.models.layers.recurrent_config import Rwkv7Config
 from paged.models.layers.rwkv7 import Rwkv7ChannelMix, Rwkv7TimeMix
 from paged.models.loading.hf_config import HfConfig

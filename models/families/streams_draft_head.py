@@ -10,8 +10,8 @@ from paged.models.families.draft_head import HeadNames, NamedHead
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm
 from paged.models.families.network import Network
 from paged.models.layers.config import DecoderConfig, StreamsConfig
-from paged.models.layers.decoder import Linear
 from paged.models.layers.hyper_connection import OpenStreams
+from paged.models.layers.modules import Linear
 from paged.step.metadata import AttentionMetadata, OutputRows
 
 

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from paged.models.generic.experts import ModuleExperts
 from paged.models.layers.config import NormConfig
-from paged.models.layers.decoder import Linear, RmsNorm
+from paged.models.layers.modules import Linear, RmsNorm
 
 # Possible names of a norm's attribute eps, which is added to the mean square.
 _EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")

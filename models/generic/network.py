@@ -13,7 +13,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from paged.cache.manager import PagedKvCacheManager
 from paged.errors import UnsupportedError
 from paged.kernels.core.dtypes import KvKind
-from paged.models.families.network import Network, rows_of
+from paged.models.families.decoder_layer import rows_of
+from paged.models.families.network import Network
 from paged.models.generic.config import ModuleConfig
 from paged.models.generic.experts import ModuleExperts
 from paged.models.generic.interface import PAGED, PagedLayer, Step

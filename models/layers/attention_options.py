@@ -12,7 +12,7 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.config import AttentionConfig, DecoderConfig
-from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
+from paged.models.layers.modules import Linear, RmsNorm, empty_parameter
 from paged.models.layers.rope import RopeConfig, rope_axes
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import EmbeddedRows

@@ -20,8 +20,8 @@ from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention import HeldCaches
 from paged.models.layers.compressed_cache import entries_layer, entries_source, entry_indices, open_layer
 from paged.models.layers.config import AttentionConfig, CompressedConfig, DecoderConfig, NormConfig
-from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.latent_attention import UpProjection
+from paged.models.layers.modules import Linear, RmsNorm, empty_parameter
 from paged.models.layers.open_rows import RowPlaces, SharedPlaces, keep_rows, rows_of_step
 from paged.models.loading.weights import Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows

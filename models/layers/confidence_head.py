@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from paged.kernels.layers.linear import linear
-from paged.models.layers.decoder import empty_parameter
+from paged.models.layers.modules import empty_parameter
 from paged.models.loading.weights import Destinations
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from paged.errors import UnsupportedError
 from paged.kernels.layers.linear import linear
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import empty_parameter, stream_norm
+from paged.models.layers.modules import empty_parameter, stream_norm
 from paged.models.loading.weights import Destinations
 from paged.step.metadata import AttentionMetadata, OutputRows
 

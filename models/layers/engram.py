@@ -8,8 +8,8 @@ from torch import nn
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.cache.latent_cache import write_index_keys
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.hyper_connection import StreamsRmsNorm
+from paged.models.layers.modules import Linear, empty_parameter
 from paged.models.layers.ngrams import RowHash, stream_gates
 from paged.models.layers.recurrent_config import EngramConfig
 from paged.models.loading.host_weights import HostWeights

@@ -12,7 +12,7 @@ from paged.kernels.layers.definition import join_streams
 from paged.kernels.layers.gate_streams import gate_streams
 from paged.kernels.layers.mix_streams import mix_streams
 from paged.models.layers.config import DecoderConfig, GatedStreamsConfig, StreamsConfig
-from paged.models.layers.decoder import RmsNorm, empty_parameter
+from paged.models.layers.modules import RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations
 
 

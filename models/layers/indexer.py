@@ -16,7 +16,7 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import LogPositionGrowth
 from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig, NormConfig
-from paged.models.layers.decoder import LayerNorm, Linear, RmsNorm, empty_parameter
+from paged.models.layers.modules import LayerNorm, Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations, join_destinations
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from paged.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
 from paged.kernels.recurrent.metadata import RecurrentBatch
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, empty_parameter
+from paged.models.layers.modules import Linear, empty_parameter
 from paged.models.layers.recurrent import ConvolvedLayer
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.loading.weights import Destinations

@@ -17,9 +17,9 @@ from paged.kernels.layers.linear import linear
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention_options import HeadGate, LogPositionGrowth
 from paged.models.layers.config import DecoderConfig, LatentConfig, NormConfig
-from paged.models.layers.decoder import Linear, RmsNorm, empty_parameter
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
+from paged.models.layers.modules import Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations, join_destinations
 from paged.models.quantization.layouts import Layout, Quantization, Widened
 from paged.models.quantization.packed_weights import UnpackedProjection

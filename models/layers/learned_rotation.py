@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paged.models.layers.decoder import empty_parameter
+from paged.models.layers.modules import empty_parameter
 from paged.models.layers.rope import RopeConfig, fill_rope_table, rope_frequencies
 from paged.models.loading.weights import Destinations
 

@@ -15,8 +15,8 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, empty_parameter
 from paged.models.layers.hyper_connection import StreamsRmsNorm
+from paged.models.layers.modules import Linear, empty_parameter
 from paged.models.layers.recurrent_config import HASH_NUMBERS, HashedTables, NgramConfig
 from paged.models.loading.host_weights import HostWeights
 from paged.models.loading.weights import ConvertedDestination, Destinations

@@ -14,7 +14,7 @@ from paged.kernels.recurrent.gated_rms_norm import gated_rms_norm
 from paged.kernels.recurrent.mamba2_scan import mamba2_scan
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, empty_parameter
+from paged.models.layers.modules import Linear, empty_parameter
 from paged.models.layers.recurrent_config import GatedDeltaConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from paged.models.loading.weights import ConvertedDestination, Destinations, join_destinations
 from paged.step.metadata import AttentionMetadata, OutputRows

@@ -14,7 +14,7 @@ from paged.kernels.recurrent.causal_conv1d import causal_conv1d
 from paged.kernels.recurrent.gated_delta_rule import gated_delta_rule
 from paged.kernels.recurrent.metadata import RecurrentBatch, RecurrentState
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.decoder import Linear, PlainMlp, empty_parameter
+from paged.models.layers.modules import Linear, PlainMlp, empty_parameter
 from paged.models.layers.recurrent import RecurrentLayer
 from paged.models.layers.recurrent_config import Rwkv7Config
 from paged.models.loading.weights import Destinations

@@ -27,7 +27,7 @@ from paged.kernels.moe.routing import Routing
 from paged.kernels.moe.weights import ExpertLinear
 from paged.kernels.quantization.packing import FP8_BLOCK
 from paged.models.layers.config import DecoderConfig, MoeConfig, NormConfig
-from paged.models.layers.decoder import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter
+from paged.models.layers.modules import GatedMlp, Linear, PlainMlp, RmsNorm, empty_parameter
 from paged.models.loading.weights import ConvertedDestination, Destinations, join_destinations
 from paged.models.quantization.layouts import Fp4, Quantization
 from paged.models.quantization.packed_weights import CpuExperts, Mxfp4Experts, PackedWeights, experts_for_cpu

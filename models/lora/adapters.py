@@ -22,8 +22,8 @@ from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.lora.weights import MAX_PARTS, LoraWeights
 from paged.models.families.network import Network
 from paged.models.layers.attention import Attention
-from paged.models.layers.decoder import Linear
 from paged.models.layers.head_rotation import KEYS_AND_VALUES
+from paged.models.layers.modules import Linear
 from paged.models.lora.checkpoint import TARGET_MODULES, WEIGHTS_FILE, LowRank, read_adapter
 from paged.seq_id import SeqId
 from paged.step.staging import to_device

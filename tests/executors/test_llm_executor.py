@@ -72,8 +72,8 @@ def test_a_batch_is_one_forward(llama: LlmExecutor, want: Want, monkeypatch: pyt
     """Of mixed items, of prompts or of decodes."""
     assert llama.supports_native_unified_decode()
     forward(llama, item("a", TOKENS[:8]), chunk("b", TOKENS[:5]), item("e", TOKENS[:6]))
-    calls = Mock(wraps=llama.model.run)
-    monkeypatch.setattr(llama.model, "run", calls)
+    calls = Mock(wraps=llama.model.run_step)
+    monkeypatch.setattr(llama.model, "run_step", calls)
     a, b, none, token, verified = forward(
         llama,
         item("a", [TOKENS[8]], 8),

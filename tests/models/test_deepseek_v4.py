@@ -21,8 +21,8 @@ from paged.kernels.cache import latent_cache
 from paged.kernels.cache.latent_cache import RecordParts, record_parts, stored_rows
 from paged.models.layers import compressed_attention, open_rows
 from paged.models.layers.compressed_attention import CompressedAttention, Pool
-from paged.models.layers.decoder import Linear
 from paged.models.layers.latent_attention import LatentAttention, UpProjection
+from paged.models.layers.modules import Linear
 from paged.models.layers.open_rows import RowPlaces
 from paged.models.layers.shared_entries import LatentPool
 from paged.models.paged_lm import PagedCausalLM

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 import paged
 from paged import Engine, EngineConfig, LlmExecutor, SamplingParams, UnifiedBatch, UnifiedBatchItem
-from paged.models.families.network import DecoderLayer
+from paged.models.families.decoder_layer import DecoderLayer
 from paged.models.loading.hf_config import read_eos_token_ids
 from paged.models.recall.task import sample_prompts
 from paged.serving.command_line.cli import RECALL

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paged.errors import InvalidInputError
-from paged.models.layers import decoder as layers
+from paged.models.layers import modules
 from paged.models.registry import load_model
 from paged.step.batch import GreedyArgmax, UnifiedBatchItem
 from tests.backends import needs_numba
@@ -218,7 +218,7 @@ def _prepared_twice_and_mlps_in_parts(case: Case) -> None:
 @pytest.mark.parametrize(("loaded", "backend"), _rows("torch", EVERY_WAY, fast=("gemma3",)), indirect=True)
 def test_every_other_way(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels see in these ways what they see in a mixed batch, so that PyTorch's are enough."""
-    monkeypatch.setattr(layers, "_CPU_ROWS", 7)
+    monkeypatch.setattr(modules, "_CPU_ROWS", 7)
     for way in (
         _verifies_a_row_a_token,
         _greedy_tokens,

@@ -19,7 +19,7 @@ from triton import language as tl
 import paged
 from paged.models.families.attention_residual import ResidualMix
 from paged.models.layers.config import NormConfig
-from paged.models.layers.decoder import RmsNorm
+from paged.models.layers.modules import RmsNorm
 from paged.models.registry import load_model
 from tests.kernels.recurrent.problem import Problem, Seq, run
 from tests.models.families import FAMILIES, save_checkpoint

@@ -13,7 +13,7 @@ from torch import nn
 
 from paged import LoraBatch, LoraWeights, add_lora
 from paged.errors import CheckpointError, InvalidInputError, PagedError, UnsupportedError
-from paged.models.layers.decoder import Linear
+from paged.models.layers.modules import Linear
 from paged.models.layers.share_bound import share_bound
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.registry import load_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from paged.errors import UnsupportedError
-from paged.models.layers.decoder import Linear
+from paged.models.layers.modules import Linear
 from paged.models.loading import weights
 from paged.models.parallel.share import Share, cut
 from paged.models.registry import read_model_config

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from paged.kernels.cpu.quantization.packed_product import CpuProduct
 from paged.kernels.lora.batch import LoraBatch
 from paged.kernels.quantization import definition
-from paged.models.layers.decoder import Linear
 from paged.models.layers.latent_attention import LatentAttention
+from paged.models.layers.modules import Linear
 from paged.models.paged_lm import PagedCausalLM
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.models.registry import load_model

@@ -1,4 +1,4 @@
-"""Decoder layers; each knows the checkpoint names of its parameter slices."""
+"""Modules that layers are made of: linear layers, norms, MLPs. Each knows the checkpoint names of its weights."""
 
 from __future__ import annotations
 
