@@ -20,10 +20,10 @@ from paged.cache.tiers.block_store import BlockStore
 from paged.cache.tiers.files import FileTier
 from paged.cache.tiers.folder import CacheFolder
 from tests.cache.prefix_cache import BLOCK, Cache
+from tests.cache.tiers.patience import PATIENCE_S, patience_of_users
 from tests.deadline import HANG_S
 from tests.failure import Failure
 
-PATIENCE_S = files.PATIENCE_S
 TOKENS = range(41)
 NUM_BLOCKS = 10
 
@@ -224,7 +224,6 @@ def test_a_first_read_that_fails_anywhere_leaves_no_prompt_waiting(tmp_path: Pat
 
 def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
-    monkeypatch.setattr(files, "PATIENCE_S", PATIENCE_S)
     answer, load = Event(), CacheFolder.load
 
     def load_late(folder: CacheFolder, name: str) -> bytes | None:
@@ -234,20 +233,12 @@ def test_a_slow_folder_holds_up_one_prompt_for_a_moment(tmp_path: Path, monkeypa
     monkeypatch.setattr(CacheFolder, "load", load_late)
     cache = make(tmp_path)
     tier = files_of(cache)
-    waits: list[float] = []
-    wait = tier._changed.wait
-
-    def wait_briefly(timeout: float | None = None) -> bool:
-        if timeout is not None:  # those of the tier's own threads have none
-            waits.append(timeout)
-        return wait(timeout)
-
-    monkeypatch.setattr(tier._changed, "wait", wait_briefly)
     num_waits: list[int] = []
-    for name in ("a", "b", "c"):
-        cache.free(cache.run(name, [*TOKENS[:30], ord(name)]))
-        cache.manager.clear_prefix_cache()
-        num_waits.append(len(waits))
+    with patience_of_users(tier) as waits:
+        for name in ("a", "b", "c"):
+            cache.free(cache.run(name, [*TOKENS[:30], ord(name)]))
+            cache.manager.clear_prefix_cache()
+            num_waits.append(len(waits))
     assert tier.num_late == 3
     assert 0 < max(waits) <= PATIENCE_S
     assert num_waits[0] == num_waits[2], "later ones do not wait while there is no answer"

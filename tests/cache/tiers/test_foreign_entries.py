@@ -16,7 +16,8 @@ from paged.cache.tiers import files, folder
 from paged.cache.tiers.block_file import BlockKey, StoredBlock
 from paged.cache.tiers.folder import CacheFolder
 from tests.cache.prefix_cache import BLOCK
-from tests.cache.tiers.test_files import NUM_BLOCKS, PATIENCE_S, TOKENS, block_paths, files_of, fill, make
+from tests.cache.tiers.patience import patience_of_users
+from tests.cache.tiers.test_files import NUM_BLOCKS, TOKENS, block_paths, files_of, fill, make
 from tests.deadline import HANG_S
 
 TERABYTE = 1 << 40
@@ -259,17 +260,16 @@ def num_readers() -> int:
 
 
 def test_a_file_that_hangs_costs_one_prompt_its_patience(
-    hang: Hang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hang: Hang, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """From then on it is a miss, and all others are read."""
     fill(tmp_path)
     hang.name = str(block_paths(tmp_path)[1])
     cache = make(tmp_path)
     tier = files_of(cache)
-    monkeypatch.setattr(files, "PATIENCE_S", PATIENCE_S)
-    cache.free(cache.run("a", TOKENS))
+    with patience_of_users(tier, lambda name: name == hang.name):
+        cache.free(cache.run("a", TOKENS))
     assert tier.num_late == 1
-    monkeypatch.setattr(files, "PATIENCE_S", HANG_S)  # however busy the machine is
     num_threads = num_readers()
     for _ in range(3):
         cache.manager.clear_prefix_cache()
@@ -296,19 +296,18 @@ def test_a_folder_that_hangs_costs_a_few_threads_and_comes_back(
     cache.manager.close_tiers(HANG_S)
     hang.name = ""
     monkeypatch.setattr(files, "_MOST_HUNG", 4)
-    monkeypatch.setattr(files, "PATIENCE_S", 0.001)
     cache = make(tmp_path)
     tier = files_of(cache)
-    for prompt in prompts:
-        assert cache.run("a", prompt).num_cached_tokens == 0
-        cache.free(cache.manager.get_handle("a"))
+    with patience_of_users(tier):
+        for prompt in prompts:
+            assert cache.run("a", prompt).num_cached_tokens == 0
+            cache.free(cache.manager.get_handle("a"))
     assert len(tier._hung) == 4
     assert tier.num_late >= len(prompts) - 4
     assert "the folder is not used until one of them returns" in caplog.text
     hang.end.set()
     with tier._changed:
         assert tier._changed.wait_for(lambda: not tier._hung and tier._current is None, HANG_S)
-    monkeypatch.setattr(files, "PATIENCE_S", HANG_S)
     cache.manager.clear_prefix_cache()
     assert cache.run("b", prompts[0]).num_cached_tokens == BLOCK
     cache.check()

@@ -9,7 +9,8 @@ import torch
 from paged import Engine, EngineConfig, SamplingParams
 from paged.cache.tiers import files
 from paged.executors.requests.output import RequestOutput
-from tests.cache.tiers.test_files import PATIENCE_S, DictStore
+from tests.cache.tiers.patience import patience_of_users
+from tests.cache.tiers.test_files import DictStore
 from tests.deadline import HANG_S
 from tests.executors.oracle import make_executor
 
@@ -75,17 +76,16 @@ def test_others_run_while_a_prompt_waits(store: SlowStore) -> None:
 
 
 @pytest.mark.parametrize("num_requests", [1, 3, 12])
-def test_a_folder_that_does_not_answer(num_requests: int, store: SlowStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_does_not_answer(num_requests: int, store: SlowStore) -> None:
     """The first prompts give up together, and the next ones do not wait."""
-    monkeypatch.setattr(files, "PATIENCE_S", PATIENCE_S)
     engine = start(store)
-    outputs = [engine.add_request([index, *PROMPT], GREEDY) for index in range(num_requests)]
-    for output in outputs:
-        run(engine, output)
-        assert output.num_loaded_tokens == 0
+    with patience_of_users(files_of(engine)):
+        outputs = [engine.add_request([index, *PROMPT], GREEDY) for index in range(num_requests)]
+        for output in outputs:
+            run(engine, output)
+            assert output.num_loaded_tokens == 0
     assert files_of(engine).num_late == num_requests
     engine.executor.kv_manager.clear_prefix_cache()
-    monkeypatch.setattr(files, "PATIENCE_S", HANG_S)
     run(engine, engine.add_request(PROMPT, GREEDY))
     assert files_of(engine).num_late == num_requests + 1
 

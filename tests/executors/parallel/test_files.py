@@ -150,7 +150,7 @@ def test_a_rank_whose_folder_does_not_answer(
         gate = gate_of(paths_of_first_prompt(executor)[1][0])
         os.mkfifo(gate)
         try:
-            monkeypatch.setattr(files, "PATIENCE_S", 0.05)
+            monkeypatch.setattr(files, "PATIENCE_S", 1.0)
             assert answers(executor, PROMPTS[:1]) == expected[:1]
             assert files_of(executor).num_late == 1
             monkeypatch.setattr(files, "PATIENCE_S", HANG_S)
