@@ -17,8 +17,9 @@ from paged.kernels.core.device import device_of
 from paged.kernels.core.dtypes import KV_KINDS, kv_kind
 from paged.kernels.core.errors import shown
 from paged.models.generic.config import ModuleConfig
+from paged.models.layers.attention_config import AttentionConfig, BlockIndexConfig, IndexConfig
 from paged.models.layers.compressed_cache import compressed_groups, has_records, num_cache_layers, whole_pools
-from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.head_rotation import KEYS_AND_VALUES, OPTION, check_layer, rotation_name, values_error
 from paged.models.layers.recurrent_config import EngramConfig, NgramConfig, RecurrentConfig
 from paged.models.loading.load_options import LoadOptions

@@ -16,7 +16,8 @@ from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, Eagl
 from paged.models.families.llama import Llama
 from paged.models.families.network import Network, set_dtype
 from paged.models.families.streams_draft_head import StreamsDraftHead
-from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
+from paged.models.layers.attention_config import AttentionConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.kv_scales import is_kv_scale

@@ -13,7 +13,8 @@ from paged.kernels.core.errors import shown
 from paged.models.families.dense import query_growth
 from paged.models.families.network import family
 from paged.models.families.sigmoid_experts import after_dense, by_mlp_layer_types, grouped_experts, sigmoid_experts
-from paged.models.layers.config import IndexConfig, LatentConfig, MoeConfig
+from paged.models.layers.attention_config import IndexConfig, LatentConfig
+from paged.models.layers.config import MoeConfig
 from paged.models.layers.decoder_config import count_layers, for_kind, moe_config
 from paged.models.layers.rope import rope_config, rope_section, yarn_magnitude
 from paged.models.loading.hf_config import HfConfig

@@ -14,7 +14,8 @@ from paged.kernels.core.errors import shown
 from paged.kernels.quantization.packing import MXFP4_GROUP
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network
-from paged.models.layers.config import CompressedConfig, DecoderConfig, IndexConfig, MoeConfig
+from paged.models.layers.attention_config import CompressedConfig, IndexConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, count_layers, decoder_config, layer_kinds, moe_config
 from paged.models.layers.rope import RopeConfig, rope_section, scaled_rope
 from paged.models.loading.hf_config import HfConfig

@@ -25,8 +25,9 @@ from paged.models.families.deepseek_v4 import (
 from paged.models.families.hashed_tables import MAX_ORDER, MAX_ROWS, SEED_STEP, factor_bound, table_sizes
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network
+from paged.models.layers.attention_config import CompressedConfig, EntrySharing
 from paged.models.layers.compressed_cache import entries_layer, token_ids_index
-from paged.models.layers.config import BlockDrafterConfig, CompressedConfig, DecoderConfig, EntrySharing, MoeConfig
+from paged.models.layers.config import BlockDrafterConfig, DecoderConfig, MoeConfig
 from paged.models.layers.decoder_config import count_layers, decoder_config
 from paged.models.layers.engram import GROUP
 from paged.models.layers.recurrent_config import EngramConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from paged.errors import CheckpointError
 from paged.models.families.network import family
-from paged.models.layers.config import QueryGrowth
+from paged.models.layers.attention_config import QueryGrowth
 from paged.models.layers.decoder_config import (
     ACTIVATIONS,
     PLAIN_ACTIVATIONS,

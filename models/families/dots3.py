@@ -11,7 +11,8 @@ from paged.kernels.core.errors import shown
 from paged.models.families.deepseek import latent_attention
 from paged.models.families.network import Network
 from paged.models.families.sigmoid_experts import by_mlp_layer_types, sigmoid_experts
-from paged.models.layers.config import DecoderConfig, IndexConfig, LatentConfig, MoeConfig
+from paged.models.layers.attention_config import IndexConfig, LatentConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder_config import count_layers, decoder_config, for_kind, layer_kinds, own_values
 from paged.models.layers.rope import RopeConfig, scaled_rope
 from paged.models.loading.hf_config import HfConfig

@@ -18,7 +18,8 @@ from paged.models.families.dense import (
     window_if_used,
 )
 from paged.models.families.network import family
-from paged.models.layers.config import MoeConfig, QueryGrowth
+from paged.models.layers.attention_config import QueryGrowth
+from paged.models.layers.config import MoeConfig
 from paged.models.layers.decoder_config import (
     count_layers,
     for_kind,

@@ -14,7 +14,8 @@ from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
 from paged.models.families.hyper_streams import StreamsLayer, StreamsNorm, streams_config
 from paged.models.families.network import Network, family
 from paged.models.families.sigmoid_experts import by_mlp_layer_types, sigmoid_experts
-from paged.models.layers.config import DecoderConfig, IndexConfig, MoeConfig
+from paged.models.layers.attention_config import IndexConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.decoder_config import CONV_ACTIVATIONS, decoder_config, for_kind, layer_kinds
 from paged.models.layers.recurrent_config import KimiDeltaConfig
 from paged.models.layers.rope import RopeConfig, rope_config, rope_section

@@ -11,7 +11,7 @@ from paged.kernels.core.errors import shown
 from paged.models.families.dense import NO_BIAS
 from paged.models.families.experts import MIXTRAL_NAMES, MIXTRAL_RENAMES
 from paged.models.families.network import family
-from paged.models.layers.config import BlockIndexConfig
+from paged.models.layers.attention_config import BlockIndexConfig
 from paged.models.layers.decoder_config import count_layers, for_kind, moe_config, read_head_dim
 from paged.models.layers.rope import rope_config
 from paged.models.loading.hf_config import HfConfig

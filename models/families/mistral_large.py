@@ -11,7 +11,8 @@ from paged.kernels.core.errors import shown
 from paged.models.families.deepseek import indexed_attention, indexer_types
 from paged.models.families.network import Network
 from paged.models.families.sigmoid_experts import by_mlp_layer_types, grouped_experts
-from paged.models.layers.config import DecoderConfig, LatentConfig
+from paged.models.layers.attention_config import LatentConfig
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import count_layers, decoder_config, for_kind, rotating_layers
 from paged.models.layers.learned_rotation import LearnedRotation
 from paged.models.layers.rope import RopeConfig, rope_config

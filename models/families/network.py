@@ -22,10 +22,11 @@ from paged.kernels.cpu.products import pack
 from paged.kernels.layers.linear import linear
 from paged.models.families.decoder_layer import DecoderLayer, rows_of
 from paged.models.layers.attention import Attention, HeldCaches
+from paged.models.layers.attention_config import AttentionConfig
 from paged.models.layers.attention_options import WidthNorm
 from paged.models.layers.compressed_attention import CompressedAttention, CompressedPools, Pool
 from paged.models.layers.confidence_head import ConfidenceHead
-from paged.models.layers.config import AttentionConfig, DecoderConfig
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config
 from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.head_rotation import KEYS_AND_VALUES

@@ -12,7 +12,8 @@ from paged.models.families.hashed_tables import MAX_ORDER, MAX_ROWS, SEED_STEP, 
 from paged.models.families.hybrid import qwen4_exp
 from paged.models.families.hyper_streams import StreamsLayer, StreamsMix
 from paged.models.families.network import Network
-from paged.models.layers.config import BlockIndexConfig, DecoderConfig, GatedStreamsConfig
+from paged.models.layers.attention_config import BlockIndexConfig
+from paged.models.layers.config import DecoderConfig, GatedStreamsConfig
 from paged.models.layers.decoder_config import count_layers, decoder_config, for_kind, read_head_dim
 from paged.models.layers.recurrent_config import NgramConfig
 from paged.models.layers.rope import RopeConfig

@@ -15,7 +15,7 @@ from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.cache.qk_norm_rope_and_cache import qk_norm_rope_and_cache
 from paged.kernels.core.operation import Bound
 from paged.models.generic.experts import ModuleExperts
-from paged.models.layers.config import AttentionConfig
+from paged.models.layers.attention_config import AttentionConfig
 from paged.step.metadata import AttentionMetadata
 
 # Names in transformers' attention interface. transformers makes masks for PROBE only.

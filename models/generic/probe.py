@@ -28,7 +28,8 @@ from paged.models.generic.interface import (
 from paged.models.generic.layers import WATCHED
 from paged.models.generic.own_attention import LENGTHS, attention_of_text, replace_attention
 from paged.models.generic.split import tp_styles_of
-from paged.models.layers.config import AttentionConfig, NormConfig
+from paged.models.layers.attention_config import AttentionConfig
+from paged.models.layers.config import NormConfig
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES
 from paged.tools.printable import one_line

@@ -17,8 +17,9 @@ from paged.kernels.core.device import backend
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.layers.attention_config import AttentionConfig
 from paged.models.layers.attention_options import AxesRotation, HeadGate, HeadsOption, heads_options
-from paged.models.layers.config import AttentionConfig, DecoderConfig
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.head_rotation import hadamard_signs, rotated
 from paged.models.layers.indexer import BlockIndexer, MeanIndexer
 from paged.models.layers.modules import Linear, RmsNorm, empty_parameter

@@ -11,7 +11,8 @@ from torch.nn import functional
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
-from paged.models.layers.config import AttentionConfig, DecoderConfig
+from paged.models.layers.attention_config import AttentionConfig
+from paged.models.layers.config import DecoderConfig
 from paged.models.layers.modules import Linear, RmsNorm, empty_parameter
 from paged.models.layers.rope import RopeConfig, rope_axes
 from paged.models.loading.weights import Destinations

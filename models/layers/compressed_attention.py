@@ -18,8 +18,9 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rms_norm import rms_norm
 from paged.kernels.layers.rotary_embedding import rotary_embedding
 from paged.models.layers.attention import HeldCaches
+from paged.models.layers.attention_config import AttentionConfig, CompressedConfig
 from paged.models.layers.compressed_cache import entries_layer, entries_source, entry_indices, open_layer
-from paged.models.layers.config import AttentionConfig, CompressedConfig, DecoderConfig, NormConfig
+from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.latent_attention import UpProjection
 from paged.models.layers.modules import Linear, RmsNorm, empty_parameter
 from paged.models.layers.open_rows import RowPlaces, SharedPlaces, keep_rows, rows_of_step

@@ -14,7 +14,7 @@ import torch
 from paged.cache.groups import CacheGroup
 from paged.cache.pooled_groups import BorderGroup, Entries, EntriesGroup, OpenPart, OpenPoolGroup
 from paged.kernels.cache.latent_cache import NVFP4_BYTES, RECORD_DIM, RECORD_FORMS, RECORD_ROPE
-from paged.models.layers.config import AttentionConfig, CompressedConfig
+from paged.models.layers.attention_config import AttentionConfig, CompressedConfig
 
 
 def entries_layer(attention: Sequence[AttentionConfig]) -> int:

@@ -11,7 +11,8 @@ import torch
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.checks import MAX_HEAD_DIM
 from paged.kernels.core.errors import shown
-from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig, NormConfig
+from paged.models.layers.attention_config import AttentionConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig, NormConfig
 from paged.models.layers.rope import MAX_FACTOR, check_rope, rope_config
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import DTYPES

@@ -14,7 +14,7 @@ from paged.kernels.attention.merge_attn_states import merge_attn_states
 from paged.kernels.attention.paged_attention import paged_attention
 from paged.kernels.attention.plan import AttentionPlan
 from paged.kernels.cache.latent_cache import dequantized
-from paged.models.layers.config import AttentionConfig, LatentConfig
+from paged.models.layers.attention_config import AttentionConfig, LatentConfig
 from paged.step.metadata import HostArrays
 from paged.step.staging import to_device
 

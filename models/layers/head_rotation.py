@@ -15,7 +15,7 @@ import torch
 from paged.errors import UnsupportedError
 from paged.kernels.cache import definition
 from paged.kernels.cache.ordered_heads import hadamard_size
-from paged.models.layers.config import AttentionConfig
+from paged.models.layers.attention_config import AttentionConfig
 
 KEYS_AND_VALUES, KEYS = "hadamard", "hadamard_keys"
 # Another seed is another rotation.

@@ -14,8 +14,9 @@ from paged.kernels.cache.latent_cache import write_index_keys
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.layers.attention_config import AttentionConfig, BlockIndexConfig, IndexConfig
 from paged.models.layers.attention_options import LogPositionGrowth
-from paged.models.layers.config import AttentionConfig, BlockIndexConfig, DecoderConfig, IndexConfig, NormConfig
+from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.modules import LayerNorm, Linear, RmsNorm, empty_parameter
 from paged.models.loading.weights import Destinations, join_destinations
 

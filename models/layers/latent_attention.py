@@ -15,8 +15,9 @@ from paged.kernels.core.operation import Bound
 from paged.kernels.cpu.recording import recording
 from paged.kernels.layers.linear import linear
 from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.layers.attention_config import LatentConfig
 from paged.models.layers.attention_options import HeadGate, LogPositionGrowth
-from paged.models.layers.config import DecoderConfig, LatentConfig, NormConfig
+from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.expanded_latents import AbsorbedPart, Split, attend_expanded, split_step
 from paged.models.layers.indexer import HiddenIndexer, Indexer, PooledIndexer
 from paged.models.layers.modules import Linear, RmsNorm, empty_parameter

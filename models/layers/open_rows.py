@@ -8,7 +8,7 @@ import torch
 
 from paged.kernels.cache.copy_blocks import BlockCopy
 from paged.kernels.cache.latent_cache import write_index_keys
-from paged.models.layers.config import CompressedConfig
+from paged.models.layers.attention_config import CompressedConfig
 from paged.step.metadata import AttentionMetadata
 
 # Fewest rows of a step's memory. Operations are bound for its shape, and where pools overlap, the kernel is compiled

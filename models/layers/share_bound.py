@@ -10,7 +10,8 @@ from torch import nn
 
 from paged.kernels.core.operation import Bound, layout
 from paged.kernels.moe.weights import ExpertLinear
-from paged.models.layers.config import AttentionConfig, BlockIndexConfig, IndexConfig, LatentConfig, MoeConfig
+from paged.models.layers.attention_config import AttentionConfig, BlockIndexConfig, IndexConfig, LatentConfig
+from paged.models.layers.config import MoeConfig
 from paged.models.layers.recurrent_config import RecurrentConfig
 
 # Types of attributes, besides tensors, that distinguish layers: only equal layers share `Bound`s.

@@ -11,8 +11,9 @@ from torch import nn
 from paged.kernels.attention.choose_blocks import choose_blocks
 from paged.kernels.cache.write_pooled_entries import write_pooled_entries
 from paged.kernels.core.operation import Bound
+from paged.models.layers.attention_config import CompressedConfig
 from paged.models.layers.compressed_attention import CompressedAttention, as_keys, as_rows
-from paged.models.layers.config import CompressedConfig, DecoderConfig, NormConfig
+from paged.models.layers.config import DecoderConfig, NormConfig
 from paged.models.layers.modules import Linear, RmsNorm
 from paged.models.layers.open_rows import rows_of_step
 from paged.models.loading.weights import Destinations, join_destinations

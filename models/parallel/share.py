@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from paged.errors import UnsupportedError
-from paged.models.layers.config import AttentionConfig, DecoderConfig, MoeConfig
+from paged.models.layers.attention_config import AttentionConfig
+from paged.models.layers.config import DecoderConfig, MoeConfig
 from paged.models.layers.recurrent_config import RecurrentConfig, ShortConvConfig
 from paged.models.loading.weights import Destination, Destinations, Read, Tensors
 

@@ -13,7 +13,7 @@ from paged.errors import InvalidInputError
 from paged.models.cache_sizes import cache_config
 from paged.models.families import draft_head
 from paged.models.layers import expanded_latents, latent_attention
-from paged.models.layers.config import LatentConfig
+from paged.models.layers.attention_config import LatentConfig
 from paged.models.layers.expanded_latents import expands
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.load_options import KV_CACHE_DTYPES
