@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 
 _CPU = torch.device("cpu")
+
+
+class _OnDevice(NamedTuple):
+    """Tensors of a step, see the properties of `Step`."""
+
+    input_ids: torch.Tensor
+    sample_rows: torch.Tensor
+    metadata: AttentionMetadata
+    outputs: OutputRows | None
 
 
 @dataclass(eq=False)
@@ -132,20 +141,20 @@ class Step:
 
     @property
     def input_ids(self) -> torch.Tensor:
-        return self._moved[0]
+        return self._on_device.input_ids
 
     @property
     def sample_rows(self) -> torch.Tensor:
-        return self._moved[1]
+        return self._on_device.sample_rows
 
     @property
     def metadata(self) -> AttentionMetadata:
-        return self._moved[2]
+        return self._on_device.metadata
 
     @property
     def outputs(self) -> OutputRows | None:
         """`sample_rows` as `OutputRows` for the last layer; None if all rows are wanted."""
-        return self._moved[3]
+        return self._on_device.outputs
 
     def copy_device_ids(self, input_ids: torch.Tensor) -> None:
         """Copy `device_ids` over their placeholders in `input_ids` [num_tokens]; -1 (no token) becomes 0."""
@@ -190,7 +199,7 @@ class Step:
             raise
 
     @cached_property
-    def _moved(self) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, OutputRows | None]:
+    def _on_device(self) -> _OnDevice:
         wants_all = len(self.row_ids) == len(self.token_ids)
         arrays: list[NDArray[Any]] = [self.token_ids, self.row_ids]
         if not wants_all:
@@ -202,8 +211,8 @@ class Step:
             self.copy_device_ids(input_ids)
         metadata = self.over(tensors[len(arrays) :])
         if wants_all:
-            return input_ids, sample_rows, metadata, None
+            return _OnDevice(input_ids, sample_rows, metadata, None)
         longest = int(np.diff(offsets).max())
         cu_seqlens_q = tensors[2]
         plan = AttentionPlan(cu_seqlens_q, metadata.seq_lens, max_seqlen_q=longest, max_seqlen_k=self.max_seqlen_k)
-        return input_ids, sample_rows, metadata, OutputRows(sample_rows, cu_seqlens_q, longest, plan)
+        return _OnDevice(input_ids, sample_rows, metadata, OutputRows(sample_rows, cu_seqlens_q, longest, plan))
