@@ -23,18 +23,18 @@ from paged.serving.http.chat import (
     text_of,
 )
 from paged.serving.http.errors import ApiError, reply
-from paged.serving.http.schemas import (
+from paged.serving.http.messages_schemas import (
     CountTokensBody,
     ImageBlock,
     MessagesBody,
     MessagesChoice,
     MessagesMessage,
     MessagesPrompt,
-    Text,
     Thinking,
     ToolResult,
     ToolUse,
 )
+from paged.serving.http.schemas import Text
 from paged.serving.http.service import Piece, service_of
 from paged.serving.text.replay import call_arguments
 from paged.serving.text.template_wishes import TemplateWishes

@@ -1,8 +1,8 @@
-"""Request bodies, as the server reads them and lists them in /openapi.json."""
+"""Request bodies, as the server reads them and lists them in /openapi.json; Anthropic's are in messages_schemas.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta, Struct
@@ -11,9 +11,6 @@ from paged.cache.retention import Retention
 from paged.serving.grammar.structured import Kind
 from paged.serving.http.bodies import OF_PROMPT, Body, Null, only
 from paged.serving.http.errors import ApiError
-
-# Values of Anthropic's context_management that have no effect.
-_NO_EDITS: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
 
 # Seconds by the names that OpenAI and Anthropic give to times of prompt caching.
 _SECONDS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43_200.0, "24h": 86_400.0}
@@ -63,6 +60,12 @@ class CacheMarked(Struct, kw_only=True):
     """Part of a prompt that may have a mark of Anthropic's prompt caching."""
 
     cache_control: CacheControl | None = None
+
+    def times(self) -> list[str]:
+        """Return the names of the times of the part's marks."""
+        if self.cache_control is None:
+            return []
+        return [self.cache_control.time]
 
 
 class Text(CacheMarked, tag="text"):
@@ -346,157 +349,6 @@ class ResponsesBody(ConversationBody, kw_only=True):
         return _openai_retention(self.prompt_cache_retention, self.prompt_cache_options, contents)
 
 
-class ToolUse(CacheMarked, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class Base64Source(Struct, tag="base64"):
-    media_type: str
-    data: str
-
-    @property
-    def url(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
-
-
-class UrlSource(ImageUrl, tag="url"):
-    pass
-
-
-class ImageBlock(CacheMarked, tag="image"):
-    source: Base64Source | UrlSource
-
-
-class ToolResult(CacheMarked, tag="tool_result"):
-    tool_use_id: str
-    content: str | list[Text | ImageBlock] | None = None
-
-
-class Thinking(Struct, tag="thinking"):
-    thinking: str
-
-
-class RedactedThinking(Struct, tag="redacted_thinking"):
-    """Encrypted reasoning of another server, which is not readable here."""
-
-
-class MessagesMessage(Body):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Text | ImageBlock | ToolUse | ToolResult | Thinking | RedactedThinking]
-
-
-class MessagesTool(CacheMarked):
-    name: FunctionName
-    input_schema: dict[str, Any]
-    description: str | None = None
-
-
-class MessagesChoice(Body):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class ThinkingDisabled(Body, tag="disabled"):
-    """One type of `thinking`. is_on: whether reasoning is allowed. budget: maximum number of reasoning tokens."""
-
-    is_on: ClassVar[bool] = False
-    budget: ClassVar[int] = 0
-
-
-class ThinkingAdaptive(Body, tag="adaptive"):
-    """display: whether reasoning is shown. "summarized" shows the full text."""
-
-    is_on: ClassVar[bool] = True
-    budget: ClassVar[None] = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
-class ThinkingEnabled(Body, tag="enabled", kw_only=True):
-    is_on: ClassVar[bool] = True
-    budget_tokens: Count
-    display: Literal["summarized", "omitted"] | None = None
-
-    @property
-    def budget(self) -> int:
-        return self.budget_tokens
-
-
-ThinkingConfig = ThinkingDisabled | ThinkingAdaptive | ThinkingEnabled
-
-
-class OutputFormat(Struct):
-    type: Literal["json_schema"]
-    schema: dict[str, Any]
-
-
-class OutputConfig(Body):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: OutputFormat | None = None
-
-
-class MessagesPrompt(ConversationBody, kw_only=True):
-    """Common fields of messages and count_tokens.
-
-    cache_control: every prompt is cached. If it, or a part of the prompt, has this mark, the whole prompt stays cached
-    for longer than prompts without marks, see `Retention`.
-    """
-
-    messages: Annotated[list[MessagesMessage], Meta(min_length=1)]
-    system: str | list[Text] | None = None
-    tools: list[MessagesTool] | None = None
-    tool_choice: MessagesChoice | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
-
-    context_management: Annotated[Any, only(*_NO_EDITS)] = None
-    mcp_servers: Annotated[Any, only([])] = None
-    speed: Annotated[Any, only("standard")] = None
-    user_profile_id: Null = None
-    workspace_id: Null = None
-
-    @property
-    def retention(self) -> Retention | None:
-        """Return the retention of the mark with the longest time; None without marks."""
-        names = _marked([self.tools, self.system, *(message.content for message in self.messages)])
-        if self.cache_control is not None:
-            names.append(self.cache_control.time)
-        return _longest(names)
-
-
-class MessagesBody(MessagesPrompt, kw_only=True):
-    names: ClassVar[Mapping[str, str]] = {**_OF_MESSAGES, "stop": "stop_sequences"}
-
-    max_tokens: Count
-    stop_sequences: Annotated[list[str], Meta(max_length=256)] | None = None
-
-    billing_policy: Null = None
-    compaction: Null = None
-    container: Null = None
-    diagnostics: Null = None
-    fallback_credit_token: Null = None
-    fallbacks: Annotated[Any, only([])] = None
-    inference_geo: Annotated[Any, only("global")] = None
-    thread: Null = None
-
-    def grammar(self) -> Grammar | None:
-        if self.output_config is None or self.output_config.format is None:
-            return None
-        return Grammar("output_config.format", "json", self.output_config.format.schema)
-
-
-class CountTokensBody(MessagesPrompt, kw_only=True):
-    """Body of count_tokens, without sampling arguments."""
-
-    temperature: Null = None
-    top_p: Null = None
-    top_k: Null = None
-    stream: Null = None
-
-
 class TokenizeBody(Body):
     """vLLM's body. add_special_tokens: must not be false for a prompt; messages get the template's tokens."""
 
@@ -535,35 +387,34 @@ class Untyped(Struct):
     input: Any = None
 
 
-def _openai_retention(policy: str | None, options: CacheOptions | None, contents: Iterable[Any]) -> Retention | None:
-    """Return the retention of the longest time that OpenAI's fields and marks in contents name; None without one."""
-    names = _marked(contents)
-    if policy == "24h":
-        names.append(policy)
-    if options is not None and options.ttl is not None:
-        names.append(options.ttl)
-    return _longest(names)
+def retention_of(contents: Iterable[Any], times: Iterable[str] = ()) -> Retention | None:
+    """Return the retention of the longest of `times` and the times of marks in contents; None without times."""
+    names = [*times, *marked_times(contents)]
+    if not names:
+        return None
+    return Retention(ttl_s=max(_SECONDS[name] for name in names))
 
 
-def _marked(contents: Iterable[Any]) -> list[str]:
+def marked_times(contents: Iterable[Any]) -> list[str]:
     """Return the names of the times that marks on parts of contents have. A content without parts is a text or None."""
     names = []
     for content in contents:
         if not isinstance(content, list):
             continue
         for part in content:
-            if isinstance(part, CacheMarked) and part.cache_control is not None:
-                names.append(part.cache_control.time)
-            if isinstance(part, ToolResult):
-                names += _marked([part.content])
+            if isinstance(part, CacheMarked):
+                names += part.times()
     return names
 
 
-def _longest(names: Sequence[str]) -> Retention | None:
-    """Return the retention of the longest time by its name; None without times."""
-    if not names:
-        return None
-    return Retention(ttl_s=max(_SECONDS[name] for name in names))
+def _openai_retention(policy: str | None, options: CacheOptions | None, contents: Iterable[Any]) -> Retention | None:
+    """Return the retention of the longest time that OpenAI's fields and marks in contents name; None without one."""
+    times = []
+    if policy == "24h":
+        times.append(policy)
+    if options is not None and options.ttl is not None:
+        times.append(options.ttl)
+    return retention_of(contents, times)
 
 
 def _schema(param: str, kind: str, schema: dict[str, Any] | None) -> Grammar | None:
