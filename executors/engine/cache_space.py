@@ -7,7 +7,7 @@ import sys
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
-from paged.cache.kinds.state import SCAN_CHUNK
+from paged.cache.kinds.state_positions import SCAN_CHUNK
 from paged.cache.kv_cache import PagedKvCacheConfig
 from paged.cache.tiers.files import FileRead
 from paged.errors import InvalidInputError, OutOfBlocksError

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from paged.cache.kinds.state import SCAN_CHUNK, chunk_end, snapshot_positions
+from paged.cache.kinds.state_positions import SCAN_CHUNK, chunk_end, snapshot_positions
 
 
 @pytest.mark.parametrize("seed", range(3))
