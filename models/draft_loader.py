@@ -9,16 +9,16 @@ import torch
 
 from paged.errors import CheckpointError, UnsupportedError
 from paged.kernels.core.errors import shown
-from paged.models.families.block_draft_head import BLOCK_DRAFTER, BlockDraftHead
+from paged.models.drafts.block_head import BLOCK_DRAFTER, BlockDraftHead
+from paged.models.drafts.eagle3_head import Eagle3Head, Eagle3Norms
+from paged.models.drafts.head import DraftHead
+from paged.models.drafts.multi_token_head import MULTI_TOKEN_HEADS, MultiTokenHead, StreamsDraftHead
 from paged.models.families.config_keys import refuse_unread
 from paged.models.families.defaults import DEFAULTS
-from paged.models.families.draft_head import MULTI_TOKEN_HEADS, Eagle3Head, Eagle3Norms, MultiTokenHead
 from paged.models.families.llama import Llama
 from paged.models.families.network import Network, set_dtype
-from paged.models.families.streams_draft_head import StreamsDraftHead
 from paged.models.layers.attention_config import AttentionConfig
 from paged.models.layers.config import DecoderConfig, MoeConfig
-from paged.models.layers.draft_head import DraftHead
 from paged.models.loading.hf_config import HfConfig
 from paged.models.loading.kv_scales import is_kv_scale
 from paged.models.loading.weights import StoredTensors, Track, check_weights, load_weights, read_headers, untracked

@@ -19,10 +19,10 @@ from paged.kernels.core.device import NUMBA_DTYPES, use_triton
 from paged.kernels.core.launch import compile_all
 from paged.kernels.cpu.products import limit_products
 from paged.models.base import DecoderOnlyLLM, LlmRuntimeConfig
-from paged.models.block_draft_steps import BlockDraftSteps
 from paged.models.device_memory import DeviceMemory
-from paged.models.draft_steps import DraftSteps
-from paged.models.families.block_draft_head import BlockDraftHead
+from paged.models.drafts.block_head import BlockDraftHead
+from paged.models.drafts.block_steps import BlockDraftSteps
+from paged.models.drafts.steps import DraftSteps
 from paged.models.families.network import Network
 from paged.models.layers.sparse_moe import SparseMoe, capture_experts
 from paged.models.loading.huge_pages import move_to_huge_pages

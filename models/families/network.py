@@ -9,7 +9,7 @@ from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,18 +24,14 @@ from paged.models.families.decoder_layer import DecoderLayer, rows_of
 from paged.models.layers.attention import Attention, HeldCaches
 from paged.models.layers.attention_config import AttentionConfig
 from paged.models.layers.attention_options import WidthNorm
-from paged.models.layers.compressed_attention import CompressedAttention, CompressedPools, Pool
-from paged.models.layers.confidence_head import ConfidenceHead
+from paged.models.layers.compressed_attention import CompressedAttention, CompressedPools
 from paged.models.layers.config import DecoderConfig
 from paged.models.layers.decoder_config import decoder_config
-from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.head_rotation import KEYS_AND_VALUES
-from paged.models.layers.hyper_connection import HyperConnection
 from paged.models.layers.indexer import MeanIndexer, PooledIndexer
 from paged.models.layers.latent_attention import LatentAttention
 from paged.models.layers.learned_rotation import LearnedRotation
-from paged.models.layers.modules import Linear, RmsNorm, empty_parameter, stream_norm
-from paged.models.layers.recurrent import RecurrentLayer
+from paged.models.layers.modules import KeepsFloat32, Linear, RmsNorm, empty_parameter, stream_norm
 from paged.models.layers.rope import RopeConfig, rope_table
 from paged.models.layers.share_bound import share_bound
 from paged.models.layers.sparse_moe import SparseMoe
@@ -46,6 +42,9 @@ from paged.models.parallel.share import Share
 from paged.models.quantization.layouts import Quantization
 from paged.models.quantization.packed_weights import PackedWeights
 from paged.step.metadata import AttentionMetadata, OutputRows
+
+if TYPE_CHECKING:
+    from paged.models.drafts.head import DraftHead
 
 # Modules of Gemma 4 and DeepSeek-V4.1 whose names are absent from tensor names in a checkpoint.
 _OF_OURS = re.compile(r"\.(experts\.moe|own_inputs?|latent_pool)\b")
@@ -400,23 +399,11 @@ class Network(nn.Module):
         return destinations
 
 
-# Modules with weights that are float32 in models of any dtype.
-_WITH_FLOAT32 = (
-    CompressedAttention,
-    ConfidenceHead,
-    HyperConnection,
-    LearnedRotation,
-    Pool,
-    RecurrentLayer,
-    SparseMoe,
-)
-
-
 def set_dtype(root: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights below `root`, except norms and routers, which stay float32."""
     root.to(dtype)
     for module in root.modules():
-        if isinstance(module, _WITH_FLOAT32):
+        if isinstance(module, KeepsFloat32):
             module.keep_float32()
         elif isinstance(module, RmsNorm) and module.has_float32_weight:
             module.float()

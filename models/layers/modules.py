@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -27,6 +28,14 @@ from paged.models.quantization.rounding import as_products
 # every layer gets fresh pages. See models/limits.md.
 _CPU_ROWS, _MOST_CPU_ROWS = 512, 2048
 _BETWEEN_BYTES = 24 << 20
+
+
+@runtime_checkable
+class KeepsFloat32(Protocol):
+    """A module with weights that are float32 in models of any dtype."""
+
+    def keep_float32(self) -> None:
+        """Convert these weights back to float32."""
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:

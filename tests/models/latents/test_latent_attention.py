@@ -11,7 +11,7 @@ import torch
 
 from paged.errors import InvalidInputError
 from paged.models.cache_sizes import cache_config
-from paged.models.families import draft_head
+from paged.models.drafts.later_attention import LaterLatentAttention
 from paged.models.layers import expanded_latents, latent_attention
 from paged.models.layers.attention_config import LatentConfig
 from paged.models.layers.expanded_latents import expands
@@ -163,7 +163,7 @@ def test_a_multi_token_layer_does_not_see_the_first_key(
         others = torch.arange(1, num_keys, dtype=torch.int32, device=q.device).expand(len(q), -1)
         module._whole_attention(q, kv_cache, **options | {"indices": others}, out=out)
 
-    monkeypatch.setattr(draft_head._LatentAttention, "_attend_from_1", attend)
+    monkeypatch.setattr(LaterLatentAttention, "_attend_from_1", attend)
     (expected,) = drafts().logits
     assert_within(found, expected, 1e-4 * expected.abs().max())
 

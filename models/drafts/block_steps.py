@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
-from paged.models.families.block_draft_head import BlockDraftHead
+from paged.models.drafts.block_head import BlockDraftHead
 from paged.step.staging import to_device
 from paged.step.step import Step
 

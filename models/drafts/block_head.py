@@ -19,12 +19,12 @@ from torch.nn import functional
 from paged.kernels.core.operation import Bound
 from paged.kernels.layers.linear import linear
 from paged.kernels.layers.rotary_embedding import rotary_embedding
+from paged.models.drafts.confidence_head import ConfidenceHead
+from paged.models.drafts.head import DraftHead
 from paged.models.families.hyper_streams import StreamsLayer
 from paged.models.families.network import Network, quantize
 from paged.models.layers.compressed_attention import CompressedAttention
-from paged.models.layers.confidence_head import ConfidenceHead
 from paged.models.layers.config import DecoderConfig
-from paged.models.layers.draft_head import DraftHead
 from paged.models.layers.hyper_connection import OpenStreams
 from paged.models.layers.modules import Linear, empty_parameter, stream_norm
 from paged.models.loading.weights import Destinations

@@ -15,7 +15,7 @@ from paged.cache.groups import ROLLBACK_SLACK
 from paged.cache.kv_cache import KvCacheHandle
 from paged.cache.manager import PagedKvCacheManager
 from paged.kernels.attention.plan import AttentionPlan
-from paged.models.layers.draft_head import DraftHead
+from paged.models.drafts.head import DraftHead
 from paged.step.metadata import OutputRows
 from paged.step.staging import to_device
 from paged.step.step import Step

@@ -1,4 +1,9 @@
-"""The base of all draft heads: decoder layers between the target's embedding and LM head, or copies of both."""
+"""The base of draft heads: decoder layers that guess further tokens from the target's hidden states.
+
+The input at position j is the embedding of token j and the target's hidden state of token j - 1. So a head's keys and
+values depend on the tokens up to j alone, like the target's, and lie in the same blocks. Sharing, forking, swapping or
+truncating a sequence therefore covers the head too. Position 0 has no input, and attention leaves it out.
+"""
 
 from __future__ import annotations
 
