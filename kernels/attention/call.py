@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.latent_cache import RecordForm, latent_kind, record_form
+from ..cache.latent_cache import LATENT_DIM, RECORD_FORMS, RecordForm, latent_kind, record_form
 from ..core.device import LARGE_SHARED_MEMORY, device_of
 from ..core.dtypes import kv_kind
 from ..core.errors import InvalidInputError, as_int, shown
@@ -17,6 +17,9 @@ from ..core.operation import Run
 from . import tiles
 from .keys import NO_LIMIT
 from .plan import DECODE_MAX_ROWS, AttentionPlan, AttentionTile, PlanShape, check_plan
+
+# Forms of records of latents, by their names.
+LATENT_FORMS = {form.kind: form for form in RECORD_FORMS.values() if form.num_numbers == LATENT_DIM}
 
 
 @dataclass(frozen=True, kw_only=True)

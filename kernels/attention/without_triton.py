@@ -123,7 +123,14 @@ def _takes_codes(call: AttentionCall) -> bool:
 
 def bind_latent(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
     """Return a function that computes calls of `paged_mla_attention` like this one."""
-    del plan  # not used: every call reads the lengths itself
+    numbers = [call.q]
+    if call.kv_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
+        numbers.append(call.kv_cache)
+    if takes_numba(*numbers, weights=(call.sinks,)):
+        from ..cpu.attention import latent_attention
+
+        if latent_attention.reads(call):
+            return _bind_latent_numba(call, plan)
     return _bind_definition(
         call,
         latent_definition.paged_mla_attention,
@@ -278,6 +285,62 @@ def _bind_numba(call: AttentionCall, plan: AttentionPlan | None) -> Run[Any]:
                 "k_table_scale": _one() if k_table_scale is None else k_table_scale,
                 "v_table_scale": _one() if v_table_scale is None else v_table_scale,
                 "chosen_blocks": chosen_blocks,
+            }
+        )
+        if lse is None:
+            return out
+        return out, lse
+
+    return run
+
+
+def _bind_latent_numba(call: MlaCall, plan: AttentionPlan | None) -> Run[Any]:
+    """Return a function that runs a numba kernel, which trusts the lengths and blocks that are checked here."""
+    from ..cpu.attention import latent_attention
+
+    _check_latent(call)
+    bound_plan = reference_to(plan)
+    launch = latent_attention.launch_for(call)
+    return_lse, v_head_dim = call.return_lse, call.v_head_dim
+
+    def run(
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        *,
+        block_table: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        seq_lens: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
+        indices: torch.Tensor | None = None,
+        plan: AttentionPlan | None = None,
+        out: torch.Tensor | None = None,
+        **_: object,
+    ) -> Any:
+        assert plan is bound_plan()
+        out, lse = outputs(q, v_head_dim, out, return_lse=return_lse)
+        scale = _one() if k_scale is None else k_scale
+        launch(
+            {
+                "q": _apart(q, out),
+                "kv_cache": kv_cache,
+                "k_cache": kv_cache,
+                "v_cache": kv_cache,
+                "entry_cache": kv_cache,
+                "out": out,
+                "block_table": block_table,
+                "entry_table": block_table,
+                "cu_seqlens_q": cu_seqlens_q.contiguous(),
+                "seq_lens": seq_lens.contiguous(),
+                "indices": indices,
+                "sinks": None if sinks is None else sinks.contiguous(),
+                "alibi_slopes": None,
+                "cos_sin_cache": None,
+                "lse": lse,
+                "k_scale": scale,
+                "v_scale": scale,
+                "k_table_scale": _one(),
+                "v_table_scale": _one(),
             }
         )
         if lse is None:

@@ -8,7 +8,7 @@ import torch
 
 from ..core.checks import FLOAT_DTYPES, check_eps, check_last_dim_contiguous, check_tensor, check_writable
 from ..core.compat import tl, triton
-from ..core.device import use_triton
+from ..core.device import takes_numba, use_triton
 from ..core.dtypes import (
     _encode,
     as_kernel_argument,
@@ -25,7 +25,7 @@ from ..core.operation import Run, operation
 from ..core.rotation import check_rotary, locate_token, positions_of, rotate_heads, rotation_launch
 from . import definition
 from .latent_cache import NVFP4_GROUP, PACKED_GROUP, check_latent_cache, check_latent_scale, latent_kind, latent_parts
-from .write import slot_offset
+from .write import CacheWrite, slot_offset
 
 _GROUP = tl.constexpr(PACKED_GROUP)
 _NVFP4_GROUP = tl.constexpr(NVFP4_GROUP)
@@ -185,6 +185,12 @@ class LatentWrite(NamedTuple):
         num_blocks, block_size = self.kv_cache.shape[:2]
         return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
 
+    def as_heads(self, normed: torch.Tensor) -> CacheWrite:
+        """Return the write of rotated dimensions as keys of one head, and of normed latents as its values."""
+        latent, rope, _ = latent_parts(self.kv_cache, normed.shape[1])
+        key, value = self.k_rope.unsqueeze(1), normed.unsqueeze(1)  # [num_tokens, 1, size]
+        return CacheWrite(key, value, rope.unsqueeze(2), latent.unsqueeze(2), self.slot_mapping, None, None)
+
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the tensors that the kernel takes."""
         latent, rope, scales = latent_parts(self.kv_cache, self.latent.shape[1])
@@ -297,6 +303,8 @@ def mla_norm_rope_and_cache(
     check_rotary(positions, cos_sin_cache, q_rope)
     check_tensor("latent_weight", latent_weight, (size,), FLOAT_DTYPES, latent.device)
     if not use_triton(latent):
+        if takes_numba(q_rope, latent, k_rope, kv_cache, weights=(latent_weight,)):
+            return _bind_numba(write, q_rope, cos_sin_cache, latent_weight, eps=eps, interleaved=interleaved)
         return definition.write_rotated_latents
     checks = checks_ids(latent)
     launch: Compute = nothing
@@ -327,6 +335,63 @@ def mla_norm_rope_and_cache(
         if rotates:
             rotation = dict(zip(_ROTATION, (q_rope, positions.contiguous(), cos_sin_cache), strict=True))
         launch({**rotation, **write.tensors(), "weight_ptr": latent_weight.contiguous()})
+        return q_rope
+
+    return run
+
+
+def _bind_numba(
+    write: LatentWrite,
+    q_rope: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    latent_weight: torch.Tensor,
+    *,
+    eps: float,
+    interleaved: bool,
+) -> Run[torch.Tensor]:
+    """Return a function that runs two numba kernels: the norm, then the rotation and the write of a key and a value.
+
+    To the second the rotated part is the key of one head, and the latent is its value.
+    """
+    from ..cpu.cache import qk_norm_rope_and_cache as numba_write
+    from ..cpu.layers import rms_norm as numba_norm
+
+    normed = torch.empty(write.latent.shape, dtype=write.latent.dtype)
+    norm = numba_norm.launch_for(write.latent, latent_weight, eps, has_residual=False)
+    heads = write.as_heads(normed)
+    launch = numba_write.launch_for(q_rope, heads, cos_sin_cache, None, eps=eps, interleaved=interleaved)
+
+    def run(
+        q_rope: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        latent_weight: torch.Tensor,
+        **_: object,
+    ) -> torch.Tensor:
+        write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, None)
+        normed = torch.empty(latent.shape, dtype=latent.dtype)
+        weight = latent_weight.contiguous()
+        norm({"x_ptr": latent, "residual_ptr": None, "weight_ptr": weight, "out_ptr": normed})
+        heads = write.as_heads(normed)
+        tensors = {
+            "q_ptr": q_rope,
+            "k_ptr": heads.key,
+            "v_ptr": heads.value,
+            "k_cache_ptr": heads.k_cache,
+            "v_cache_ptr": heads.v_cache,
+            "q_weight_ptr": None,
+            "k_weight_ptr": None,
+            "slot_mapping_ptr": slot_mapping.contiguous(),
+            "positions_ptr": positions.contiguous(),
+            "cos_sin_cache_ptr": cos_sin_cache,
+        }
+        if launch(tensors):  # the kernel has found an id out of range
+            ids = write.slots, positions_of(positions, cos_sin_cache)
+            check_all_ids("mla_norm_rope_and_cache", *ids, by_triton=False)
         return q_rope
 
     return run

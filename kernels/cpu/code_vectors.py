@@ -151,8 +151,24 @@ def _bfloat16_scale(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) ->
 
 
 def _e4m3_scales(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) -> ir.Value:
-    """Load two e4m3 numbers / 256: eight lanes of the first, whose numbers lie in 8 bytes, then eight of the second."""
+    """Load two e4m3 numbers / 256, see `_pair_of_scales`."""
     pair = builder.load(builder.bitcast(builder.gep(scales, [index]), _SHORT.as_pointer()), align=1)
+    return _pair_of_scales(builder, pair)
+
+
+def _latent_scales(builder: ir.IRBuilder, scales: ir.Value, index: ir.Value) -> ir.Value:
+    """Load two e4m3 numbers / 256 of a latent in NVFP4: scale g is byte 8 (g % 4) + g // 4. index: even."""
+    eight = ir.Constant(index.type, 8)
+    place = builder.mul(builder.and_(index, ir.Constant(index.type, 3)), eight)
+    place = builder.add(place, number_of_steps(builder, index, 4))
+    first_byte = builder.load(builder.gep(scales, [place]))
+    second_byte = builder.load(builder.gep(scales, [builder.add(place, eight)]))
+    first, second = builder.zext(first_byte, _SHORT), builder.zext(second_byte, _SHORT)
+    return _pair_of_scales(builder, builder.or_(first, builder.shl(second, ir.Constant(_SHORT, 8))))
+
+
+def _pair_of_scales(builder: ir.IRBuilder, pair: ir.Value) -> ir.Value:
+    """Return e4m3 numbers / 256: eight lanes of the low byte, whose numbers lie in 8 bytes, then eight of the high."""
     pairs, both = splat(builder, pair, _SHORTS), ir.VectorType(_BYTE, 2 * LANES)
     # A scale goes to the upper byte of each of its lanes, beside a lower byte of 0, which is lane 0 of `zeros`.
     zero = 2 * LANES
@@ -173,6 +189,8 @@ CODES = {
     # Twice e2m1 numbers, times scales / 256.
     "nvfp4": Codes(_e2m1, uint8s, 2, _e4m3_scales, 2, unit=128.0, needs_float16=True),
 }
+# NVFP4 with the scales of a record of latents, which begin at index 0.
+NVFP4_LATENT = CODES["nvfp4"]._replace(group_scales=_latent_scales)
 
 
 def _row_scale(builder: ir.IRBuilder, codes: Codes, scales: ir.Value, index: ir.Value) -> ir.Value:

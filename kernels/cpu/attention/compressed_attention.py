@@ -1,7 +1,9 @@
-"""Numba kernel of attention over a window and compressed entries: each token reads the rows that it sees, in place.
+"""Numba kernel of attention over a window and compressed entries, or over chosen latents.
+
+Each token reads the rows that it sees, in place.
 
 All heads read the same rows. So rows are widened to float32 once for the heads of a token that a thread takes, window
-and entries one after another, and then multiplied as in `many_queries`, where a key is also the value.
+and entries one after another, and then multiplied as in `many_queries`, where a key begins with its value.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...attention.call import CompressedCall
+from ...attention.call import CompressedCall, MlaCall
 from .. import kernel as nb
 from ..code_vectors import CODES, HAS_FLOAT16, widened
 from ..launch import SCRATCH, NumbaLaunch
@@ -21,7 +23,7 @@ from ..vectors import LANES, LOG2_E, fill, load_e4m3, load_vector, multiply_add,
 from .few_kernels import LEAST_SCALE
 from .few_queries import _place_of_key
 from .many_queries import KEYS, ROWS, STEP, _multiply, clear_rows, first_sum, log_sum_exp, options_of, place
-from .vector_products import attend_block, pack_rows, store, widen
+from .vector_products import attend_block, number_of_format, pack_rows, store, widen, widen_codes
 
 _NVFP4 = CODES["nvfp4"]
 _NVFP4_UNIT, _widen_nvfp4 = _NVFP4.unit, widened(_NVFP4)
@@ -48,7 +50,7 @@ def _widen_record(records, start, floats, to, size):
 
 
 @nb.device_function
-def _attend_keys(memory, areas, options, num_blocks, num_keys, size, scale):
+def _attend_keys(memory, areas, options, num_blocks, num_keys, size, v_size, scale):
     """Attend with all blocks of rows over the packed keys, which all rows see."""
     floats, _, ints, _ = memory
     bounds, keys = areas[3], areas[5]
@@ -60,7 +62,7 @@ def _attend_keys(memory, areas, options, num_blocks, num_keys, size, scale):
         for row in range(ROWS):
             at = bounds + block * 2 * ROWS + row
             ints[at], ints[at + ROWS] = np.int32(0), np.int32(num_keys)
-        attend_block(memory, areas, options, block, np.int64(0), np.int64(0), padded, size, size, scale, True)
+        attend_block(memory, areas, options, block, np.int64(0), np.int64(0), padded, size, v_size, size, scale, True)
 
 
 @nb.device_function
@@ -87,7 +89,8 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
         q, cache, entry_cache, out, cos_sin = tensors
         block_table, entry_table, cu_seqlens_q, seq_lens, indices = ids
         queries, sums, state, _, _, keys, _, _, _, rows, _ = areas
-        _, num_tokens, _, _, size, window, block_size, entry_block_size, pool_size, num_indices, rotary_dim = sizes
+        _, num_tokens, _, _, size, v_size, window, block_size, entry_block_size, pool_size, num_indices = sizes[:11]
+        rotary_dim, is_causal = sizes[11:]
         (
             q_token, q_head, block, slot, entry_block, entry_slot, out_token, out_head, table, entries_table,
             indices_token, position_stride,
@@ -103,16 +106,18 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
             floats[state + at], floats[state + at + ROWS] = first_sum(options[0], head)
         for i in range(num_blocks):
             pack_rows(q, memory, rows + i * 2 * ROWS, queries + i * ROWS * size, size)
-        for i in range(0, num_blocks * ROWS * size, LANES):
+        for i in range(0, num_blocks * ROWS * v_size, LANES):
             store_vector(floats, sums + i, fill(np.float32(0)))
-        end_key = max(np.int64(seq_lens[seq]) - np.int64(cu_seqlens_q[seq + 1]) + token + 1, 0)
+        end_key = np.int64(seq_lens[seq])
+        if is_causal:
+            end_key = max(end_key - np.int64(cu_seqlens_q[seq + 1]) + token + 1, np.int64(0))
         num_packed = np.int64(0)
         for key in range(max(end_key - window, 0), end_key):
             start, _ = _place_of_key(block_table, seq * table, key, block_size, block, slot)
             widen_row(cache, start, floats, keys + num_packed * size, size)
             num_packed += 1
             if num_packed == KEYS:
-                _attend_keys(memory, areas, options, num_blocks, num_packed, size, scale)
+                _attend_keys(memory, areas, options, num_blocks, num_packed, size, v_size, scale)
                 num_packed = np.int64(0)
         num_entries = np.int64(0)
         if pool_size > 0:
@@ -130,10 +135,10 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
             widen_row(entry_cache, start, floats, keys + num_packed * size, size)
             num_packed += 1
             if num_packed == KEYS:
-                _attend_keys(memory, areas, options, num_blocks, num_packed, size, scale)
+                _attend_keys(memory, areas, options, num_blocks, num_packed, size, v_size, scale)
                 num_packed = np.int64(0)
         if num_packed > 0:
-            _attend_keys(memory, areas, options, num_blocks, num_packed, size, scale)
+            _attend_keys(memory, areas, options, num_blocks, num_packed, size, v_size, scale)
         angles = max(end_key - 1, 0) * position_stride
         for i in range(num_blocks):
             for row in range(ROWS):
@@ -145,9 +150,9 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
                 floats[at + ROWS] = np.float32(1) / max(floats[at + ROWS], np.float32(1e-30))
             for half in range(2):
                 inverse = load_vector(floats, state + (i * 2 + 1) * ROWS + half * LANES)
-                _multiply(floats, sums + i * ROWS * size, size, half, inverse)
-                _rotate_back(floats, sums + i * ROWS * size, half, size, cos_sin, angles, rotary_dim)
-            store(memory, sums + i * ROWS * size, out, rows + i * 2 * ROWS + ROWS, size)
+                _multiply(floats, sums + i * ROWS * v_size, v_size, half, inverse)
+                _rotate_back(floats, sums + i * ROWS * v_size, half, v_size, cos_sin, angles, rotary_dim)
+            store(memory, sums + i * ROWS * v_size, out, rows + i * 2 * ROWS + ROWS, v_size)
 
     @nb.inlined
     def attend(tensors, values):
@@ -157,13 +162,13 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
         options = options_of((values[12], none, values[13]), (values[15], none, none))
         scratch = values[14] + nb.thread_index() * values[16] * 4  # in bytes
         memory = nb.floats(scratch), nb.bfloats(scratch), nb.int32s(scratch), nb.int64s(scratch)
-        scale, areas, sizes, strides = nb.as_float(values[17]), values[18:29], values[29:40], values[40:52]
-        num_seqs, num_tokens, num_heads, heads_at_once, size = sizes[:5]
+        scale, areas, sizes, strides = nb.as_float(values[17]), values[18:29], values[29:42], values[42:54]
+        num_seqs, num_tokens, num_heads, heads_at_once, _, v_size = sizes[:6]
         out, cu_seqlens_q = tensors[3], ids[2]
         num_queries = np.int64(cu_seqlens_q[num_seqs])
         if nb.thread_index() == 0:  # one thread clears the rows of no sequence
             clear_rows(
-                out, options[3], (none, none), num_queries, num_tokens, num_tokens, num_heads, size, strides[6],
+                out, options[3], (none, none), num_queries, num_tokens, num_tokens, num_heads, v_size, strides[6],
                 strides[7],
             )  # fmt: skip
         parts = (num_heads + heads_at_once - 1) // heads_at_once
@@ -179,12 +184,20 @@ def _attention_by(widen_row: Callable[..., Any]) -> Any:
     return attend
 
 
+@nb.device_function
+def _widen_latent(latents, start, floats, to, size):
+    """Widen a row of a latent cache: the number of its format, its address, and that of its scale."""
+    number, cache, scale = latents
+    widen_codes(number, cache, start, scale, 0, 0, floats, to, size)
+
+
 _attend, _attend_records = _attention_by(widen), _attention_by(_widen_record)
+_attend_latents = _attention_by(_widen_latent)
 
 
 @nb.Kernel
 def _compressed_attention(arguments):
-    values = nb.unpack(arguments, 52)
+    values = nb.unpack(arguments, 54)
     q, cache, entries, out, cos_sin = values[2], values[3], values[4], values[5], nb.floats(values[11])
     if values[1]:
         _attend((nb.bfloats(q), nb.bfloats(cache), nb.bfloats(entries), nb.bfloats(out), cos_sin), values)
@@ -194,15 +207,26 @@ def _compressed_attention(arguments):
 
 @nb.Kernel
 def _compressed_attention_of_records(arguments):
-    values = nb.unpack(arguments, 55)
+    values = nb.unpack(arguments, 57)
     q, out, cos_sin = values[2], values[5], nb.floats(values[11])
-    form = values[52], values[53], values[54]
+    form = values[54], values[55], values[56]
     records = nb.uint8s(values[3]), nb.bfloats(values[3]), *form
     entries = nb.uint8s(values[4]), nb.bfloats(values[4]), *form
     if values[1]:
         _attend_records((nb.bfloats(q), records, entries, nb.bfloats(out), cos_sin), values)
     else:
         _attend_records((nb.floats(q), records, entries, nb.floats(out), cos_sin), values)
+
+
+@nb.Kernel
+def _chosen_latents(arguments):
+    values = nb.unpack(arguments, 56)
+    q, out, cos_sin = values[2], values[5], nb.floats(values[11])
+    rows = values[54], values[4], values[55]
+    if values[1]:
+        _attend_latents((nb.bfloats(q), rows, rows, nb.bfloats(out), cos_sin), values)
+    else:
+        _attend_latents((nb.floats(q), rows, rows, nb.floats(out), cos_sin), values)
 
 
 def reads(call: CompressedCall) -> bool:
@@ -216,6 +240,51 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
 
     cu_seqlens_q, seq_lens and sinks must be contiguous.
     """
+    form, size = call.record_form, call.q.shape[2]
+    if form is None:
+        return _launch(_compressed_attention, call, size, call.out_strides)
+    sizes = form.num_codes, form.group, form.codes_per_byte
+    return _launch(_compressed_attention_of_records, call, size, call.out_strides, *sizes)
+
+
+def launch_for_latents(call: MlaCall) -> NumbaLaunch:
+    """Return a launch like `launch_for` for calls of `paged_mla_attention` with indices.
+
+    Chosen latents are entries of one position each, without a window before them.
+    """
+    assert call.indices is not None
+    rows = CompressedCall(
+        call.q,
+        kv_cache=call.kv_cache,
+        entry_cache=call.kv_cache,
+        block_table=call.block_table,
+        entry_table=call.block_table,
+        cu_seqlens_q=call.cu_seqlens_q,
+        seq_lens=call.seq_lens,
+        max_seqlen_q=call.max_seqlen_q,
+        indices=call.indices,
+        sinks=call.sinks,
+        cos_sin_cache=None,
+        softmax_scale=call.softmax_scale,
+        sliding_window=0,
+        pool_size=1,
+        deterministic=call.deterministic,
+        return_lse=call.return_lse,
+        out=call.out,
+    )
+    form = number_of_format(call.kv_cache)
+    return _launch(_chosen_latents, rows, call.v_head_dim, call.out_strides, form, "k_scale", causal=call.causal)
+
+
+def _launch(
+    kernel: nb.Kernel,
+    call: CompressedCall,
+    v_size: int,
+    out_strides: tuple[int, int],
+    *arguments_of_rows: int | str,
+    causal: bool = True,
+) -> NumbaLaunch:
+    """Return a launch of a kernel. arguments_of_rows: those behind the arguments that all kernels take."""
     num_tokens, num_heads, size = call.q.shape
     # With few tokens, threads share the heads of a token; each then widens the token's rows.
     heads_at_once = num_heads
@@ -223,7 +292,7 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
         heads_at_once = ROWS
     num_rows = -(-min(heads_at_once, num_heads) // ROWS) * ROWS
     # queries, sums, state, bounds, keys, scores, and two places of 64 bits for each row
-    numbers = num_rows * size, num_rows * size, num_rows * 2, num_rows * 2, KEYS * size, KEYS * ROWS, num_rows * 4
+    numbers = num_rows * size, num_rows * v_size, num_rows * 2, num_rows * 2, KEYS * size, KEYS * ROWS, num_rows * 4
     *offsets, scratch_size = accumulate(numbers, initial=0)
     queries, sums, state, bounds, keys, scores, rows = offsets
     areas = queries, sums, state, bounds, 0, keys, keys, scores, 0, rows // 2, 0
@@ -250,28 +319,26 @@ def launch_for(call: CompressedCall) -> NumbaLaunch:
         num_heads,
         heads_at_once,
         size,
+        v_size,
         call.sliding_window,
         call.kv_cache.shape[1],
         entry_block_size,
         pool_size,
         num_indices,
         rotary_dim,
+        causal,
         *call.q.stride()[:2],
         *call.kv_cache.stride()[:2],
         entry_block,
         entry_slot,
-        *call.out_strides,
+        *out_strides,
         call.block_table.stride(0),
         _stride(call.entry_table),
         _stride(call.indices),
         _stride(call.cos_sin_cache),
+        *arguments_of_rows,
     )
-    kernel = _compressed_attention
-    form = call.record_form
-    if form is not None:
-        kernel = _compressed_attention_of_records
-        arguments = (*arguments, form.num_codes, form.group, form.codes_per_byte)
-    num_products = 2 * num_tokens * num_heads * size * (call.sliding_window + num_indices)
+    num_products = num_tokens * num_heads * (size + v_size) * (call.sliding_window + num_indices)
     return NumbaLaunch(kernel.address, num_products, arguments, scratch_size=scratch_size)
 
 

@@ -171,23 +171,24 @@ def block_by(score: Step, weigh: Step, add_values: Step, weights_of: Step, value
     """
 
     @nb.device_function
-    def add_visible_values(memory, values, scores, weights, sums, bounds, chunk, begin, end, v_size):
+    def add_visible_values(memory, values, scores, weights, sums, bounds, chunk, begin, end, v_size, value_stride):
         """Add weighted values to rows that see them. `add_values` adds 0 times an infinite value, NaN, to others."""
         floats, _, ints, _ = memory
         for key in range(begin, end):
             for half in range(2):
                 weight, first = weights_of(memory, scores, weights, key, half), bounds + half * LANES
                 for column in range(v_size):
-                    value, to = fill(value_of(memory, values, key, column, v_size)), sums + place(column, half)
+                    value, to = fill(value_of(memory, values, key, column, value_stride)), sums + place(column, half)
                     product = multiply_add(weight, value, fill(np.float32(0)))
                     product = within(product, chunk + key, ints, first, first + ROWS, np.float32(0))
                     total = multiply_add(product, fill(np.float32(1)), load_vector(floats, to))
                     store_vector(floats, to, total)
 
     @nb.device_function
-    def attend_block(memory, areas, options, block, chunk, begin, end, size, v_size, scale, are_finite):
+    def attend_block(memory, areas, options, block, chunk, begin, end, size, v_size, value_stride, scale, are_finite):
         """Attend with a block's rows over the keys of a chunk, by online softmax (Milakov and Gimelshein, 2018).
 
+        value_stride: distance between two packed values.
         are_finite: whether all packed values are.
         """
         queries, sums, state, bounds, alibi, keys, values, scores, weights, _, _ = areas
@@ -216,9 +217,11 @@ def block_by(score: Step, weigh: Step, add_values: Step, weights_of: Step, value
             if largest_of(multiply_add(fallen, minus_ones, zeros)) > np.float32(0):
                 _multiply(floats, sums, v_size, half, rescale)
         if are_finite:
-            add_values(memory, values, scores, weights, sums, begin, end, v_size)
+            add_values(memory, values, scores, weights, sums, begin, end, v_size, value_stride)
         else:
-            add_visible_values(memory, values, scores, weights, sums, bounds, chunk, begin, end, v_size)
+            add_visible_values(
+                memory, values, scores, weights, sums, bounds, chunk, begin, end, v_size, value_stride
+            )  # fmt: skip
 
     return attend_block
 
@@ -227,7 +230,7 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
     """Return a kernel over sequences that packs by these steps, and attends with each block by `attend_block`.
 
     pack_keys: returns whether all values are finite. It takes the caches' formats and the addresses of scales, and
-        reads starts of keys, of values and of their scales.
+        reads starts of keys, of values and of their scales. Packed keys that are values, too, lie in the place of both.
     """
 
     @nb.inlined
@@ -244,6 +247,9 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
         floats, _, ints, longs = memory
         num_blocks, context = (end_row - begin_row + ROWS - 1) // ROWS, length - num_queries
         q_size, sums_size = ROWS * nb.rounded_up(size, LANES), ROWS * nb.rounded_up(v_size, LANES)
+        value_stride = nb.rounded_up(v_size, LANES)
+        if values == keys:
+            value_stride = size
         first = end = np.int64(0)
         for i in range(num_blocks * ROWS):
             r = min(begin_row + i, end_row - 1)  # pad the block with copies of its last row
@@ -281,7 +287,9 @@ def attention_by(pack_rows: Step, pack_keys: Step, attend_block: Step, store: St
                 low = max(begin, (ints[at] - chunk) // STEP * STEP)
                 high = min(stop, nb.rounded_up(ints[at + 2 * ROWS - 1] - chunk, STEP))
                 if low < high:
-                    attend_block(memory, areas, options, block, chunk, low, high, size, v_size, scale, are_finite)
+                    attend_block(
+                        memory, areas, options, block, chunk, low, high, size, v_size, value_stride, scale, are_finite
+                    )
         if lse != 0:
             for r in range(begin_row, end_row):
                 at = state + (r - begin_row) // ROWS * 2 * ROWS + (r - begin_row) % ROWS

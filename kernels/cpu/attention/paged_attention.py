@@ -106,25 +106,32 @@ def takes_codes(call: AttentionCall) -> bool:
     return True
 
 
-def launch_for(call: AttentionCall) -> NumbaLaunch:
+def launch_for(call: AttentionCall, *, keys_are_values: bool = False) -> NumbaLaunch:
     """Return a launch that fills the rows of calls like this one, with the same lengths and checked ids.
 
     cu_seqlens_q and seq_lens must be contiguous.
+
+    keys_are_values: whether every key begins with its value, so that it is widened once for both.
     """
     max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
-    if max_few == 0:
-        return _launch_for_many(call, 1, None)
+    if max_few == 0 or call.k_cache.dtype == torch.uint8:
+        return _launch_for_many(call, 1, None, keys_are_values=keys_are_values)
     few = few_kernels.launch_for(call, max_few)
     if call.max_seqlen_q <= max_few:
         return few
-    return _launch_for_many(call, max_few + 1, few)
+    return _launch_for_many(call, max_few + 1, few, keys_are_values=keys_are_values)
 
 
-def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | None) -> NumbaLaunch:
+def _launch_for_many(
+    call: AttentionCall, min_queries: int, few: NumbaLaunch | None, *, keys_are_values: bool
+) -> NumbaLaunch:
     (num_tokens, num_q_heads, size), num_kv_heads, v_size = call.q.shape, call.v_cache.shape[2], call.v_head_dim
     q_size, sums_size = (-(-width // LANES) * LANES for width in (size, v_size))
     num_rows = num_tokens * num_q_heads // (_SHARES * torch.get_num_threads())
     num_rows = min(max(num_rows // ROWS * ROWS, ROWS), _ROWS_AT_ONCE)
+    kernel = _many_kernel(call.q.dtype, call.k_cache, call.v_cache)
+    keys_are_values = keys_are_values and kernel is not _tiles  # tiles take values as columns
+    values_size = 0 if keys_are_values else sums_size
     areas = (
         num_rows * q_size,
         num_rows * sums_size,
@@ -132,13 +139,15 @@ def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | N
         num_rows * 2,
         num_rows * 2,
         KEYS * q_size,
-        KEYS * sums_size,
+        KEYS * values_size,
         KEYS * ROWS,
         KEYS * ROWS // 2,
         num_rows * 4,
         KEYS * 8,
     )
     *offsets, scratch_size = accumulate(areas, initial=0)
+    if keys_are_values:
+        offsets[6] = offsets[5]
     offsets[-2:] = (offset // 2 for offset in offsets[-2:])
     arguments: tuple[int | str, ...] = (
         *few_kernels.TENSORS,
@@ -152,9 +161,8 @@ def _launch_for_many(call: AttentionCall, min_queries: int, few: NumbaLaunch | N
         num_rows,
         *few_kernels.sizes_of(call),
         call.q.dtype == torch.bfloat16,
-        number_of_format(call.k_cache.dtype),
-        number_of_format(call.v_cache.dtype),
+        number_of_format(call.k_cache),
+        number_of_format(call.v_cache),
         *few_kernels.scales_of(call),
     )
-    kernel = _many_kernel(call.q.dtype, call.k_cache, call.v_cache)
     return NumbaLaunch(kernel.address, call.num_products, arguments, scratch_size=scratch_size, before=few)

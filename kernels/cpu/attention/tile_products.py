@@ -81,12 +81,12 @@ def _weights_of(memory, _scores, weights, key, half):
 
 
 @device_function
-def _value_of(memory, values, key, column, _v_size):
+def _value_of(memory, values, key, column, _value_stride):
     return load(memory[1], 2 * values + column * KEYS + key)
 
 
 @device_function
-def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
+def _add_values(memory, values, scores, weights, sums, begin, end, v_size, _value_stride):
     floats, halves, _, _ = memory
     for column in range(0, v_size, 2 * TILE_ROWS):
         to = sums + place(column, 0)

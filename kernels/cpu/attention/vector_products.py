@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from ...attention.call import LATENT_FORMS
 from ...core.dtypes import kv_kind
-from ..code_vectors import CODES, widened
+from ..code_vectors import CODES, NVFP4_LATENT, widened
 from ..kernel import bfloats, device_function, floats, rounded_up, uint8s
 from ..tiles import pack_columns, store_part_of_rows
 from ..vectors import (
@@ -24,19 +25,30 @@ from ..vectors import (
 from .many_queries import KEYS, attention_by, block_by, place, zero_sums
 
 # Numbers of formats, in arguments of the kernel.
-_BFLOAT16, _INT4, _INT8, _E4M3, _E5M2, _NVFP4, _FLOAT32 = range(7)
+_BFLOAT16, _INT4, _INT8, _E4M3, _E5M2, _NVFP4, _FLOAT32, _PACKED, _NVFP4_LATENT = range(9)
 _NUMBERS = {"int4": _INT4, "int8": _INT8, "e4m3": _E4M3, "e4m3_rows": _E4M3, "e5m2": _E5M2, "nvfp4": _NVFP4}
 _widen_int4, _widen_int8, _widen_e4m3, _widen_e5m2, _widen_nvfp4 = (
     widened(CODES[name]) for name in ("int4", "int8", "e4m3", "e5m2", "nvfp4")
 )
+_widen_nvfp4_latent = widened(NVFP4_LATENT)
 _NVFP4_UNIT = CODES["nvfp4"].unit
+_PACKED_FORM, _NVFP4_FORM = LATENT_FORMS["packed"], LATENT_FORMS["nvfp4_latent"]
+_RECORDS = {_PACKED_FORM.num_bytes: _PACKED, _NVFP4_FORM.num_bytes: _NVFP4_LATENT}
+# Latents of a record, and its rotated numbers.
+_LATENTS, _ROPE = _PACKED_FORM.num_codes, _PACKED_FORM.num_numbers - _PACKED_FORM.num_codes
+# Bytes before a record's scales, and before its rotated numbers.
+_PACKED_SCALES, _PACKED_ROPE = _PACKED_FORM.code_bytes, _PACKED_FORM.code_bytes + _PACKED_FORM.scale_bytes
+_NVFP4_ROPE, _NVFP4_SCALES = _NVFP4_FORM.code_bytes, _NVFP4_FORM.code_bytes + _NVFP4_FORM.rope_bytes
+_PACKED_GROUP = _PACKED_FORM.group
 
 
-def number_of_format(dtype: torch.dtype) -> int:
+def number_of_format(cache: torch.Tensor) -> int:
     """Return the number of a cache's format."""
-    if dtype == torch.float32:
+    if cache.dtype == torch.uint8:
+        return _RECORDS[cache.shape[-1]]
+    if cache.dtype == torch.float32:
         return _FLOAT32
-    return _NUMBERS.get(kv_kind(dtype).name, _BFLOAT16)
+    return _NUMBERS.get(kv_kind(cache.dtype).name, _BFLOAT16)
 
 
 @device_function
@@ -54,11 +66,11 @@ def widen(cache, start, floats, to, size):
 
 
 @device_function
-def _are_finite(floats, values, stride, begin, end):
+def _are_finite(floats, values, stride, v_size, begin, end):
     """Return whether packed values are finite."""
     total = fill(np.float32(0))
     for key in range(begin, end):
-        total = multiply_add(zero_sums(floats, values + key * stride, stride), fill(np.float32(1)), total)
+        total = multiply_add(zero_sums(floats, values + key * stride, v_size), fill(np.float32(1)), total)
     return sum_of(total) == np.float32(0)
 
 
@@ -68,12 +80,34 @@ def _pack_keys(k_cache, v_cache, _row_scales, memory, starts, keys, values, begi
     stride = rounded_up(v_size, LANES)
     for key in range(begin, end):
         widen(k_cache, longs[starts + key], floats, keys + key * size, size)
+    if values == keys:
+        return _are_finite(floats, keys, size, v_size, begin, end)
+    for key in range(begin, end):
         widen(v_cache, longs[starts + KEYS + key], floats, values + key * stride, v_size)
-    return _are_finite(floats, values, stride, begin, end)
+    return _are_finite(floats, values, stride, v_size, begin, end)
 
 
 @device_function
-def _widen_codes(number, cache, start, scales, scale_start, table_scale, memory, to, size):
+def _widen_packed(cache, start, memory, to):
+    """Widen a record of latents in e4m3 with a float32 scale for each group."""
+    for group in range(_LATENTS // _PACKED_GROUP):
+        first, scale = group * _PACKED_GROUP, (start + _PACKED_SCALES) // 4 + group
+        _widen_e4m3(
+            uint8s(cache), start + first, floats(cache), scale, np.float32(1), _PACKED_GROUP, memory, to + first
+        )
+    widen(bfloats(cache), (start + _PACKED_ROPE) // 2, memory, to + _LATENTS, _ROPE)
+
+
+@device_function
+def _widen_nvfp4_record(cache, start, one, memory, to):
+    """Widen a record of latents in NVFP4. one: address of the number 1."""
+    codes, scales = uint8s(cache), uint8s(cache + start + _NVFP4_SCALES)
+    _widen_nvfp4_latent(codes, start, scales, 0, np.float32(_NVFP4_UNIT), _LATENTS, memory, to)
+    _widen_e4m3(codes, start + _NVFP4_ROPE, floats(one), 0, np.float32(1), _ROPE, memory, to + _LATENTS)
+
+
+@device_function
+def widen_codes(number, cache, start, scales, scale_start, table_scale, memory, to, size):
     """Widen a row of the format with a number. cache, scales, table_scale: their addresses."""
     codes, ones = uint8s(cache), np.float32(1)
     if number == _INT4:
@@ -89,6 +123,10 @@ def _widen_codes(number, cache, start, scales, scale_start, table_scale, memory,
         _widen_nvfp4(codes, start, uint8s(scales), scale_start, factor, size, memory, to)
     elif number == _BFLOAT16:
         widen(bfloats(cache), start, memory, to, size)
+    elif number == _PACKED:
+        _widen_packed(cache, start, memory, to)
+    elif number == _NVFP4_LATENT:
+        _widen_nvfp4_record(cache, start, scales, memory, to)
     else:
         widen(floats(cache), start, memory, to, size)
 
@@ -100,10 +138,13 @@ def _pack_codes(k_cache, v_cache, row_scales, memory, starts, keys, values, begi
     wide, _, _, longs = memory
     for key in range(begin, end):
         start, scale_start = longs[starts + key], longs[starts + 2 * KEYS + key]
-        _widen_codes(k_number, k_cache, start, k_scales, scale_start, k_table, wide, keys + key * size, size)
+        widen_codes(k_number, k_cache, start, k_scales, scale_start, k_table, wide, keys + key * size, size)
+    if values == keys:
+        return _are_finite(wide, keys, size, v_size, begin, end)
+    for key in range(begin, end):
         start, scale_start = longs[starts + KEYS + key], longs[starts + 3 * KEYS + key]
-        _widen_codes(v_number, v_cache, start, v_scales, scale_start, v_table, wide, values + key * v_size, v_size)
-    return _are_finite(wide, values, v_size, begin, end)
+        widen_codes(v_number, v_cache, start, v_scales, scale_start, v_table, wide, values + key * v_size, v_size)
+    return _are_finite(wide, values, v_size, v_size, begin, end)
 
 
 @device_function
@@ -131,18 +172,19 @@ def _weights_of(memory, scores, _weights, key, half):
 
 
 @device_function
-def _value_of(memory, values, key, column, v_size):
-    return memory[0][values + key * rounded_up(v_size, LANES) + column]
+def _value_of(memory, values, key, column, value_stride):
+    return memory[0][values + key * value_stride + column]
 
 
 @device_function
-def _add_values(memory, values, scores, weights, sums, begin, end, v_size):
+def _add_values(memory, values, scores, weights, sums, begin, end, v_size, value_stride):
     floats = memory[0]
-    stride = rounded_up(v_size, LANES)
-    first, weights = values + begin * stride, scores + place(begin, 0)
-    for column in range(0, stride, OUTER_ROWS):
+    first, weights = values + begin * value_stride, scores + place(begin, 0)
+    for column in range(0, rounded_up(v_size, LANES), OUTER_ROWS):
         to = sums + place(column, 0)
-        add_outer_products(floats, first + column, 1, stride, floats, weights, end - begin, floats, to, False, None)
+        add_outer_products(
+            floats, first + column, 1, value_stride, floats, weights, end - begin, floats, to, False, None
+        )
 
 
 @device_function
