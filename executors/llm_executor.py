@@ -186,15 +186,21 @@ class LlmExecutor(UnifiedExecutor):
 
     def capabilities(self) -> ExecutorCapabilities:
         model = type(self.model)
-        return replace(
+        capabilities = replace(
             super().capabilities(),
             supports_truncate=model.truncate_kv is not DecoderOnlyLLM.truncate_kv,
             supports_lora=model.set_lora_adapter_for_cache is not DecoderOnlyLLM.set_lora_adapter_for_cache,
             prefers_tokens=self._ranks.size > 1,
-            supports_hidden_states=isinstance(self._lm, PagedCausalLM),
-            has_routed_experts=isinstance(self._lm, PagedCausalLM) and any(self._lm.network.config.moe),
-            has_invariant_rows=isinstance(self._lm, PagedCausalLM) and self._lm.network.has_invariant_rows,
-            has_draft_head=isinstance(self._lm, PagedCausalLM) and self._lm.drafts is not None,
+        )
+        if not isinstance(self._lm, PagedCausalLM):
+            return capabilities
+        network = self._lm.network
+        return replace(
+            capabilities,
+            supports_hidden_states=True,
+            has_routed_experts=any(network.config.moe),
+            has_invariant_rows=network.has_invariant_rows,
+            has_draft_head=self._lm.drafts is not None,
         )
 
     def supports_native_unified_decode(self) -> bool:
