@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged.errors import InvalidInputError, PagedError
 from paged.models.loading.checkpoint_folder import checkpoint_folder
-from paged.serving.command_line.generate import add_model_arguments
+from paged.serving.command_line.engine_arguments import add_model_arguments
 from paged.serving.command_line.safe_output import print_json
 from paged.serving.command_line.sizes import as_bytes
 from paged.tools.printable import one_line

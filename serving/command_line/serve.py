@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paged.errors import InvalidInputError, UnsupportedError
 from paged.models.loading.checkpoint_folder import checkpoint_folder
-from paged.serving.command_line.generate import add_checkpoint_arguments, add_engine_arguments, make_engine
+from paged.serving.command_line.engine_arguments import add_checkpoint_arguments, add_engine_arguments, make_engine
 from paged.serving.http.config import ServeConfig
 from paged.tools.printable import one_line
 
