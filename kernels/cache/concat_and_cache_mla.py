@@ -360,6 +360,7 @@ def _bind_numba(
     norm = numba_norm.launch_for(write.latent, latent_weight, eps, has_residual=False)
     heads = write.as_heads(normed)
     launch = numba_write.launch_for(q_rope, heads, cos_sin_cache, None, eps=eps, interleaved=interleaved)
+    assert launch is not None  # the cache is plain
 
     def run(
         q_rope: torch.Tensor,
@@ -383,11 +384,10 @@ def _bind_numba(
             "v_ptr": heads.value,
             "k_cache_ptr": heads.k_cache,
             "v_cache_ptr": heads.v_cache,
-            "q_weight_ptr": None,
-            "k_weight_ptr": None,
             "slot_mapping_ptr": slot_mapping.contiguous(),
             "positions_ptr": positions.contiguous(),
             "cos_sin_cache_ptr": cos_sin_cache,
+            **dict.fromkeys(numba_write.OPTIONAL),
         }
         if launch(tensors):  # the kernel has found an id out of range
             ids = write.slots, positions_of(positions, cos_sin_cache)

@@ -184,7 +184,7 @@ def qk_norm_rope_and_cache(
         launch = ordered_heads.launch_for(q, write, cos_sin_cache, eps, interleaved, hadamard_signs)
     elif by_triton:
         launch = _launch_for(q, write, cos_sin_cache, eps, interleaved)
-    elif _takes_numba(q, write, (q_weight, k_weight), hadamard_signs):
+    elif takes_numba(q, k, v, weights=(q_weight, k_weight)):
         from ..cpu.cache import qk_norm_rope_and_cache as numba_write
 
         launch = numba_write.launch_for(q, write, cos_sin_cache, q_weight, eps=eps, interleaved=interleaved)
@@ -255,18 +255,6 @@ def _check_ids(
 def _are_packed(k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Return whether several numbers share a scale and a byte in one of the caches."""
     return bool(kv_kind(k_cache.dtype).group_size or kv_kind(v_cache.dtype).group_size)
-
-
-def _takes_numba(
-    q: torch.Tensor,
-    write: CacheWrite,
-    weights: tuple[torch.Tensor | None, torch.Tensor | None],
-    hadamard_signs: torch.Tensor | None,
-) -> bool:
-    """Return whether the numba kernel takes the arguments: caches without scales, and no transform."""
-    if write.k_scale is not None or write.v_scale is not None or hadamard_signs is not None:
-        return False
-    return takes_numba(q, *write[:4], weights=list(weights))
 
 
 def _launch_for(

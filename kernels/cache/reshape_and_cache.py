@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ..core.compat import tl, triton
-from ..core.device import use_triton
+from ..core.device import takes_numba, use_triton
 from ..core.dtypes import as_kernel_argument, scale_argument
 from ..core.ids import check_all_ids, checks_ids
-from ..core.launch import Launch, nothing, num_warps, strides, tile, wait_for_inputs
+from ..core.launch import Compute, Launch, nothing, num_warps, strides, tile, wait_for_inputs
 from ..core.operation import Run, operation
 from . import definition
 from .write import SCALE_CACHES, WRITES_SCALES, CacheWrite, scale_pointers, slot_offset, slots_of, store_rows
@@ -131,10 +131,19 @@ def reshape_and_cache(
     """
     write = CacheWrite(key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_table_scale, v_table_scale)
     write.check()
-    if not use_triton(key):
+    by_triton = use_triton(key)
+    checks = by_triton and checks_ids(key)
+    launch: Compute | None = None
+    if by_triton and key.numel() + value.numel() == 0:
+        launch = nothing
+    elif by_triton:
+        launch = launch_for(write)
+    elif takes_numba(key, value):
+        from ..cpu.cache import reshape_and_cache as numba_write
+
+        launch = numba_write.launch_for(write)
+    if launch is None:
         return definition.write
-    checks = checks_ids(key)
-    launch = launch_for(write) if key.numel() + value.numel() else nothing
 
     def run(
         key: torch.Tensor,
@@ -150,19 +159,19 @@ def reshape_and_cache(
     ) -> None:
         if checks:
             check_all_ids("reshape_and_cache", slots_of(slot_mapping, k_cache), by_triton=True)
-        launch(
-            {
-                "key_ptr": key,
-                "value_ptr": value,
-                "k_cache_ptr": as_kernel_argument(k_cache),
-                "v_cache_ptr": as_kernel_argument(v_cache),
-                "slot_mapping_ptr": slot_mapping.contiguous(),
-                "k_scale_ptr": scale_argument(k_scale),
-                "v_scale_ptr": scale_argument(v_scale),
-                "k_table_scale_ptr": k_table_scale,
-                "v_table_scale_ptr": v_table_scale,
-            }
-        )
+        tensors = {
+            "key_ptr": key,
+            "value_ptr": value,
+            "k_cache_ptr": as_kernel_argument(k_cache),
+            "v_cache_ptr": as_kernel_argument(v_cache),
+            "slot_mapping_ptr": slot_mapping.contiguous(),
+            "k_scale_ptr": scale_argument(k_scale),
+            "v_scale_ptr": scale_argument(v_scale),
+            "k_table_scale_ptr": k_table_scale,
+            "v_table_scale_ptr": v_table_scale,
+        }
+        if launch(tensors):  # the numba kernel has found a slot out of range
+            check_all_ids("reshape_and_cache", slots_of(slot_mapping, k_cache), by_triton=False)
 
     return run
 

@@ -37,7 +37,8 @@ _OUTER_COLUMNS = 4
 # Elements of an operand in `product_tile`, and its outputs per row.
 OPERAND_SIZES, OUTPUTS = {torch.float32: LANES, torch.bfloat16: 2 * LANES}, 4
 _FLAGS = tuple(FASTMATH)
-_MASKED = {True: "v16f32.p0", False: "v16i16.p0"}
+# Names of elements in masked loads and stores.
+_MASKED = {_FLOAT: "f32", ir.IntType(16): "i16", _BYTE: "i8"}
 # e^x = 2^(x LOG2_E).
 LOG2_E = 1.4426950408889634
 # tanh rounds to 1 from here on. Below, tanh(x) = x * numerator / denominator, with the coefficients of x^8, x^6, ...
@@ -185,21 +186,22 @@ def _each(word: int) -> ir.Constant:
     return ir.Constant(WORDS, [word] * LANES)
 
 
-def _first(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+def _first(builder: ir.IRBuilder, count: ir.Value, num_lanes: int = LANES) -> ir.Value:
     """Return a mask of the first `count` lanes; all lanes if it is larger."""
-    lanes = ir.Constant(WORDS, list(range(LANES)))
-    return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, _INT), WORDS))
+    words = ir.VectorType(_INT, num_lanes)
+    lanes = ir.Constant(words, list(range(num_lanes)))
+    return builder.icmp_signed("<", lanes, splat(builder, builder.trunc(count, _INT), words))
 
 
-def _is_whole(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+def _is_whole(builder: ir.IRBuilder, count: ir.Value, num_lanes: int = LANES) -> ir.Value:
     """Return whether `count` covers all lanes. Masked loads are slow if they go element by element."""
-    return builder.icmp_signed(">=", count, ir.Constant(count.type, LANES))
+    return builder.icmp_signed(">=", count, ir.Constant(count.type, num_lanes))
 
 
 @emitted(_vector)
 def load_part(builder, pointer, index, count):
     """Load the first `count` of 16 elements, or all; the others are 0 and not read."""
-    source, name = at(builder, pointer, index, pointer.type.pointee), _MASKED[pointer.type.pointee == _FLOAT]
+    source, name = at(builder, pointer, index, pointer.type.pointee), f"v{LANES}{_MASKED[pointer.type.pointee]}.p0"
     kind = source.type.pointee
     args = source, ir.Constant(_INT, 2), _first(builder, count), ir.Constant(kind, None)
     if HAS_WIDE_VECTORS:
@@ -237,16 +239,22 @@ def store_vector(builder, pointer, index, vector):
 def store_part(builder, pointer, index, vector, count):
     """Store the first `count` of 16, or all; see `store_vector`."""
     value = vector if pointer.type.pointee == _FLOAT else _rounded(builder, vector)
-    args = value, at(builder, pointer, index, value.type.element), ir.Constant(_INT, 2), _first(builder, count)
-    name = f"masked.store.{_MASKED[value.type == VECTOR]}"
+    store_first(builder, builder.gep(pointer, [index]), value, count)
+
+
+def store_first(builder: ir.IRBuilder, pointer: ir.Value, value: ir.Value, count: ir.Value) -> None:
+    """Store the first `count` lanes of a vector, or all."""
+    num_lanes, name = value.type.count, _MASKED[value.type.element]
+    place, align = builder.bitcast(pointer, value.type.as_pointer()), 1 if value.type.element == _BYTE else 2
+    args = value, place, ir.Constant(_INT, align), _first(builder, count, num_lanes)
     if HAS_WIDE_VECTORS:
-        call(builder, name, ir.VoidType(), *args)
+        call(builder, f"masked.store.v{num_lanes}{name}.p0", ir.VoidType(), *args)
         return
-    with builder.if_else(_is_whole(builder, count)) as (if_full, part):
+    with builder.if_else(_is_whole(builder, count, num_lanes)) as (if_full, part):
         with if_full:
-            builder.store(value, args[1], align=2)
+            builder.store(value, place, align=align)
         with part:
-            call(builder, name, ir.VoidType(), *args)
+            call(builder, f"masked.store.v{num_lanes}{name}.p0", ir.VoidType(), *args)
 
 
 def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -257,6 +265,12 @@ def _sum(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 def multiply_add(builder, a, b, c):
     """Return a * b + c."""
     return _sum(builder, builder.fmul(a, b, flags=_FLAGS), c)
+
+
+@emitted(_vector)
+def multiply(builder, a, b):
+    """Return a * b."""
+    return builder.fmul(a, b, flags=_FLAGS)
 
 
 @emitted(_vector)

@@ -18,8 +18,9 @@ def make(folder: Path, cuda_graphs: bool | Sequence[int] | None = (2, 4), **size
     model = load_model(folder, **sizes, cuda_graphs=cuda_graphs)
     config = model.network.config
     for layer in {source for source, attends in zip(config.cache_layers, config.attends, strict=True) if attends}:
-        model.kv_manager.k_cache(layer).fill_(torch.nan)
-        model.kv_manager.v_cache(layer).fill_(torch.nan)
+        numbers = model.kv_manager.k_cache(layer), model.kv_manager.v_cache(layer)
+        for tensor, scale in zip(numbers, model.kv_manager.scales(layer), strict=True):
+            (tensor if scale is None else scale).fill_(torch.nan)
     model.graphs.capture()
     return model
 

@@ -70,6 +70,29 @@ def test_products_of_packed_weights_are_recorded(name: str, form: str, tmp_path:
 @pytest.mark.by_cpu
 @by_numba
 @pytest.mark.parametrize(
+    ("formats", "rotation"),
+    [
+        ("int4,int4", "hadamard"),
+        pytest.param("nvfp4,int8", "hadamard_keys", marks=pytest.mark.thorough),
+        pytest.param("fp8_per_token_head,fp8", None, marks=pytest.mark.thorough),
+    ],
+)
+def test_writes_of_codes_and_rotated_heads_are_recorded(
+    formats: str, rotation: str | None, llama_folder: Path, backend: str
+) -> None:
+    options = {"dtype": torch.bfloat16, "kv_cache_dtype": tuple(formats.split(",")), "kv_cache_rotation": rotation}
+    recorded, eager = (make(llama_folder, graphs, **options) for graphs in (None, False))
+    assert recorded.graphs.num_unrecorded == 0
+    for model in (recorded, eager):
+        begin(model, (7, 3))
+    for number in range(3):
+        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
+    assert recorded.num_graph_replays == 3
+
+
+@pytest.mark.by_cpu
+@by_numba
+@pytest.mark.parametrize(
     "name",
     [
         *("cohere2", "deepseek_v3", "gemma2", "gemma4_moe", "gemma4_shared_kv", "glm4_moe", "gpt_oss"),

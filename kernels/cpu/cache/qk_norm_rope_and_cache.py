@@ -1,19 +1,38 @@
-"""Numba kernel of query and key norm, rotary embedding and cache write."""
+"""Numba kernel of query and key norm, rotary embedding, Hadamard transform and cache write."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from llvmlite import ir
 
 from ...cache.write import CacheWrite
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LANES, fill, load_vector, multiply_add, store_vector
+from ..vectors import (
+    LANES,
+    VECTOR,
+    emitted,
+    fill,
+    lanes_of,
+    load_part,
+    load_vector,
+    multiply,
+    multiply_add,
+    store_vector,
+)
+from .store_rows import copy_or_store_row, has_format, load_row, store_as, store_row, target_of
+
+# Tensors that may be None.
+OPTIONAL = (
+    *("q_weight_ptr", "k_weight_ptr", "signs_ptr"),
+    *("k_scale_ptr", "v_scale_ptr", "k_table_scale_ptr", "v_table_scale_ptr"),
+)
 
 
 @nb.device_function
-def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
-    """Rotate one head, possibly in place: vectors of pairs in registers, then the remaining pairs."""
+def rotate(x, start, cos_sin, angles, half, interleaved):
+    """Rotate pairs of a row of float32 in place: vectors of pairs in registers, then the remaining pairs."""
     num_vector, second, step = half // LANES * LANES, half, 1
     if interleaved:
         num_vector, second, step = 0, 1, 2
@@ -22,38 +41,81 @@ def _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved):
         a, b = load_vector(x, start + i), load_vector(x, start + half + i)
         cos, sin = load_vector(cos_sin, angles + i), load_vector(cos_sin, angles + half + i)
         minus_sin = multiply_add(sin, minus_one, zero)
-        store_vector(out, to + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
-        store_vector(out, to + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
+        store_vector(x, start + i, multiply_add(a, cos, multiply_add(b, minus_sin, zero)))
+        store_vector(x, start + half + i, multiply_add(b, cos, multiply_add(a, sin, zero)))
     for i in range(num_vector, half):
-        first, c, s = i * step, cos_sin[angles + i], cos_sin[angles + half + i]
-        a, b = nb.load(x, start + first), nb.load(x, start + first + second)
-        nb.store(out, to + first, a * c - b * s)
-        nb.store(out, to + first + second, b * c + a * s)
-    for i in range(2 * half, size):
-        nb.store(out, to + i, nb.load(x, start + i))
+        first, c, s = start + i * step, cos_sin[angles + i], cos_sin[angles + half + i]
+        a, b = x[first], x[first + second]
+        x[first] = a * c - b * s
+        x[first + second] = b * c + a * s
+
+
+@emitted()
+def _transform_lanes(builder, row, index, factors):
+    """Multiply 16 numbers by factors, then by Sylvester's matrix: a step adds or subtracts the partners of lanes."""
+    vector = multiply.emit(builder, load_vector.emit(builder, row, index), factors)
+    for half in (1, 2, 4, 8):
+        partners = lanes_of(builder, vector, vector, [lane ^ half for lane in range(LANES)])
+        signs = ir.Constant(VECTOR, [-1.0 if lane & half else 1.0 for lane in range(LANES)])
+        vector = multiply_add.emit(builder, vector, signs, partners)
+    store_vector.emit(builder, row, index, vector)
 
 
 @nb.device_function
-def _rotate_head(x, start, weight, has_weight, cos_sin, angles, out, to, wide, at, size, half, interleaved, eps):
-    """Rotate one head. With a weight, first normalise it in float32 in `wide` from `at` on."""
-    if has_weight:
-        inverse = nb.inverse_rms(x, start, size, eps)
-        for i in range(size):
-            wide[at + i] = nb.load(x, start + i) * inverse * nb.load(weight, i)
-        _rotate(wide, at, cos_sin, angles, out, to, size, half, interleaved)
-    else:
-        _rotate(x, start, cos_sin, angles, out, to, size, half, interleaved)
+def _transform(row, start, signs, size):
+    """Replace a row by H (signs row); see `hadamard` in kernels/cache/definition.py. size: a multiple of 16."""
+    block = size & -size
+    factor = fill(np.float32(1) / np.sqrt(np.float32(block)))
+    one, minus_one = fill(np.float32(1)), fill(np.float32(-1))
+    for i in range(0, size, LANES):
+        _transform_lanes(row, start + i, multiply(load_vector(signs, i), factor))
+    half = LANES
+    while half < block:
+        for begin in range(start, start + size, 2 * half):
+            for i in range(begin, begin + half, LANES):
+                a, b = load_vector(row, i), load_vector(row, i + half)
+                store_vector(row, i, multiply_add(a, one, b))
+                store_vector(row, i + half, multiply_add(b, minus_one, a))
+        half *= 2
 
 
 @nb.device_function
-def _write(q, k, v, k_cache, v_cache, q_weight, k_weight, ids, sizes, strides):
+def _norm(row, start, weight, size, eps):
+    """Normalise a row in place."""
+    inverse, num_whole = fill(nb.inverse_rms(row, start, size, eps)), size // LANES * LANES
+    for i in range(0, num_whole, LANES):
+        normed = multiply(load_vector(row, start + i), inverse)
+        store_vector(row, start + i, multiply(normed, load_vector(weight, i)))
+    for i in range(num_whole, size, LANES):
+        normed = multiply(load_vector(row, start + i), inverse)
+        store_vector(row, start + i, multiply(normed, load_part(weight, i, size - i)))
+
+
+@nb.device_function
+def _rotated_head(x, start, weight, constants, angles, wide, at, sizes):
+    """Write one head to `wide` from `at` on, after norm, rotation and transform as far as there are any."""
+    is_bf16, is_bf16_weight, cos_sin, signs = constants
+    size, half, interleaved, eps = sizes
+    load_row(x, is_bf16, start, size, wide, at)
+    if weight != 0 and is_bf16_weight:
+        _norm(wide, at, nb.bfloats(weight), size, eps)
+    elif weight != 0:
+        _norm(wide, at, nb.floats(weight), size, eps)
+    rotate(wide, at, nb.floats(cos_sin), angles, half, interleaved)
+    if signs != 0:
+        _transform(wide, at, nb.floats(signs), size)
+
+
+@nb.device_function
+def _write(rows, constants, ids, targets, sizes, strides, head_sizes):
     """Process this thread's tokens; if an id is out of range, write nothing and return False."""
-    slots, positions, cos_sin, wide = ids
-    num_tokens, num_q_heads, num_kv_heads, size, v_size, half, block_size, num_slots, num_positions = sizes[:9]
-    has_weight, interleaved, eps = sizes[9:]
-    q_token, q_head, k_token, k_head, v_token, v_head = strides[:6]
-    k_block, k_slot, k_slot_head, v_block, v_slot, v_slot_head, position_stride = strides[6:]
-    at = nb.thread_index() * size
+    q, k, v, q_weight, k_weight = rows
+    slots, positions, wide = ids
+    k_target, v_target = targets
+    num_tokens, num_q_heads, num_kv_heads, v_size, block_size, num_slots, num_positions, scratch_size = sizes
+    q_token, q_head, k_token, k_head, v_token, v_head, position_stride = strides
+    is_bf16, size = constants[0], head_sizes[0]
+    at = nb.thread_index() * scratch_size
     for token in range(num_tokens):
         if slots[token] >= num_slots or positions[token] < 0 or positions[token] >= num_positions:
             return False
@@ -62,41 +124,27 @@ def _write(q, k, v, k_cache, v_cache, q_weight, k_weight, ids, sizes, strides):
         angles, slot = positions[token] * position_stride, slots[token]
         for head in range(num_q_heads):
             start = token * q_token + head * q_head
-            _rotate_head(
-                q, start, q_weight, has_weight, cos_sin, angles, q, start, wide, at, size, half, interleaved, eps
-            )
+            _rotated_head(q, start, q_weight, constants, angles, wide, at, head_sizes)
+            store_as(is_bf16, wide, at, size, np.float32(1), q, start)
         if slot < 0:
             continue
         block, offset = slot // block_size, slot % block_size
         for head in range(num_kv_heads):
-            start, to = token * k_token + head * k_head, block * k_block + offset * k_slot + head * k_slot_head
-            _rotate_head(
-                k, start, k_weight, has_weight, cos_sin, angles, k_cache, to, wide, at, size, half, interleaved, eps
-            )
-            start, to = token * v_token + head * v_head, block * v_block + offset * v_slot + head * v_slot_head
-            for i in range(v_size):
-                v_cache[to + i] = v[start + i]
+            place = block, offset, head
+            _rotated_head(k, token * k_token + head * k_head, k_weight, constants, angles, wide, at, head_sizes)
+            store_row(wide, at, size, k_target, place)
+            copy_or_store_row(v, is_bf16, token * v_token + head * v_head, v_size, wide, at, v_target, place)
     return True
 
 
 @nb.Kernel
 def _qk_norm_rope_and_cache(arguments):
-    values = nb.unpack(arguments, 38)
-    is_bf16, has_bf16_weight, q, k, v, k_cache, v_cache, q_weight, k_weight = values[1:10]
-    slots, positions, cos_sin, wide = values[10:14]
-    ids = nb.int64s(slots), nb.int64s(positions), nb.floats(cos_sin), nb.floats(wide)
-    sizes = (*values[14:23], q_weight != 0, values[23] != 0, nb.as_float(values[24]))
-    strides = values[25:]
-    if not is_bf16:
-        caches = nb.floats(k_cache), nb.floats(v_cache), nb.floats(q_weight), nb.floats(k_weight)
-        is_done = _write(nb.floats(q), nb.floats(k), nb.floats(v), *caches, ids, sizes, strides)
-    elif has_bf16_weight:
-        caches = nb.bfloats(k_cache), nb.bfloats(v_cache), nb.bfloats(q_weight), nb.bfloats(k_weight)
-        is_done = _write(nb.bfloats(q), nb.bfloats(k), nb.bfloats(v), *caches, ids, sizes, strides)
-    else:
-        mixed = nb.bfloats(k_cache), nb.bfloats(v_cache), nb.floats(q_weight), nb.floats(k_weight)
-        is_done = _write(nb.bfloats(q), nb.bfloats(k), nb.bfloats(v), *mixed, ids, sizes, strides)
-    if not is_done:
+    values = nb.unpack(arguments, 52)
+    slots, positions, wide = values[10:13]
+    ids = nb.int64s(slots), nb.int64s(positions), nb.floats(wide)
+    head_sizes = values[41], values[42], values[43] != 0, nb.as_float(values[44])
+    targets = values[13:23], values[23:33]
+    if not _write(values[5:10], values[1:5], ids, targets, values[33:41], values[45:], head_sizes):
         arguments[0] = 1
 
 
@@ -108,29 +156,37 @@ def launch_for(
     *,
     eps: float,
     interleaved: bool,
-) -> NumbaLaunch:
-    """Return a launch for caches of q's dtype. If an id is out of range, its status is 1 and it writes nothing."""
+) -> NumbaLaunch | None:
+    """Return a launch, or None if there is no kernel for a cache's dtype.
+
+    If an id is out of range, the launch's status is 1 and it writes nothing.
+    """
+    if not (has_format(write.k_cache.dtype) and has_format(write.v_cache.dtype)):
+        return None
     (num_tokens, num_q_heads, size), (_, num_kv_heads, v_size) = q.shape, write.value.shape
     k_cache, v_cache = write.k_cache, write.v_cache
+    scratch_size = -(-max(size, v_size) // LANES) * LANES  # whole cache lines
     arguments: tuple[int | str, ...] = (
         q.dtype == torch.bfloat16,
         q_weight is not None and q_weight.dtype == torch.bfloat16,
-        *("q_ptr", "k_ptr", "v_ptr", "k_cache_ptr", "v_cache_ptr", "q_weight_ptr", "k_weight_ptr"),
-        *("slot_mapping_ptr", "positions_ptr", "cos_sin_cache_ptr", SCRATCH),
+        *("cos_sin_cache_ptr", "signs_ptr", "q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr"),
+        *("slot_mapping_ptr", "positions_ptr", SCRATCH),
+        *target_of("k", k_cache, write.k_scale),
+        *target_of("v", v_cache, write.v_scale, copied=q.dtype),
         num_tokens,
         num_q_heads,
         num_kv_heads,
-        size,
         v_size,
-        cos_sin_cache.shape[1] // 2,
         k_cache.shape[1],
         k_cache.shape[0] * k_cache.shape[1],
         len(cos_sin_cache),
+        scratch_size,
+        size,
+        cos_sin_cache.shape[1] // 2,
         interleaved,
         nb.bits(eps),
         *(step for tensor in (q, write.key, write.value) for step in tensor.stride()[:2]),
-        *(step for tensor in (k_cache, v_cache) for step in tensor.stride()[:3]),
         cos_sin_cache.stride(0),
     )
     work = num_tokens * (num_q_heads + 2 * num_kv_heads) * size * 4
-    return NumbaLaunch(_qk_norm_rope_and_cache.address, work, arguments, scratch_size=size)
+    return NumbaLaunch(_qk_norm_rope_and_cache.address, work, arguments, scratch_size=scratch_size)

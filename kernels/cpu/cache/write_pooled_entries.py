@@ -12,8 +12,9 @@ from ...cache.latent_cache import record_form
 from ...core.dtypes import SMALLEST
 from .. import kernel as nb
 from ..launch import SCRATCH, NumbaLaunch
-from ..vectors import LANES, LOG2_E, exp2_of, fill, larger, load_part, multiply_add, number_of_e4m3, store_part
-from .qk_norm_rope_and_cache import _rotate
+from ..vectors import LANES, LOG2_E, exp2_of, fill, larger, load_part, multiply_add, store_part
+from .qk_norm_rope_and_cache import rotate
+from .store_rows import largest_magnitude, store_float8, store_nvfp4_row
 
 # Forms of entries.
 _FLOAT32, _BFLOAT16, _INDEX, _RECORD, _NVFP4_RECORD = range(5)
@@ -79,81 +80,28 @@ def _pool(rows, bias, has_gates, starts, sizes, entry):
 
 
 @nb.device_function
-def _e4m3(number):
-    """Return the e4m3 code of a number: the nearest, ties to even, at most 448."""
-    magnitude = np.float32(min(np.abs(number), np.float32(448)))
-    sign = (np.float32(number).view(np.int32) >> np.int32(24)) & np.int32(0x80)
-    if magnitude < np.float32(2.0**-6):  # a multiple of 2^-9
-        return np.uint8(sign | np.int32(np.rint(magnitude * np.float32(512))))
-    word = magnitude.view(np.int32)
-    word += np.int32(0x7FFFF) + ((word >> np.int32(20)) & np.int32(1))
-    # Float32's bias is 127, that of e4m3 is 7.
-    return np.uint8(sign | ((word >> np.int32(20)) - np.int32(120 << 3)))
-
-
-@nb.device_function
 def _store_codes(entry, first, end, codes, at):
     """Write the numbers of a group as codes at a scale of a power of two, and return its exponent as a byte."""
-    largest, not_finite = np.float32(SMALLEST), np.float32(0)
-    for i in range(first, end):
-        largest = max(largest, np.abs(entry[i]))
-        not_finite += entry[i] * np.float32(0)
+    largest, not_finite = largest_magnitude(entry, first, end - first)
+    largest = max(largest, np.float32(SMALLEST))
     # Round the scale up to a power of two: add one to the exponent unless the mantissa is 0. Divide in float64, because
     # fast math may multiply by the rounded inverse of 448, and the scale of exactly 448 would be 2.
     bits = np.float32(np.float64(largest) / np.float64(448)).view(np.int32)
     exponent = (bits + np.int32(0x7FFFFF)) >> np.int32(23)
     inverse = np.int32((np.int32(254) - exponent) << np.int32(23)).view(np.float32)
-    for i in range(first, end):
-        codes[at + i] = _e4m3(entry[i] * inverse)
+    store_float8(entry, first, end - first, inverse, False, codes, at + first)
     if not_finite != np.float32(0):
         return np.uint8(255)
     return np.uint8(exponent)
 
 
 @nb.device_function
-def _e2m1(number):
-    """Return the e2m1 code of a number: the nearest, ties to even, at most 6."""
-    magnitude, code = np.abs(number), np.int32(0)
-    for boundary in (np.float32(0.25), np.float32(1.25), np.float32(2.5), np.float32(5)):
-        code += np.int32(magnitude > boundary)
-    for boundary in (np.float32(0.75), np.float32(1.75), np.float32(3.5)):
-        code += np.int32(magnitude >= boundary)
-    if number < np.float32(0):
-        code += np.int32(8)
-    return code
-
-
-@nb.device_function
-def _store_packed_codes(entry, first, end, codes, at):
-    """Write the numbers of a group as e2m1 codes from byte `at` on, two a byte, and return their e4m3 scale."""
-    largest, not_finite = np.float32(0), np.float32(0)
-    for i in range(first, end):
-        largest = max(largest, np.abs(entry[i]))
-        not_finite += entry[i] * np.float32(0)
-    scale_code = _e4m3(largest * np.float32(1 / 6))
-    scale = number_of_e4m3(scale_code)
-    inverse = np.float32(0)
-    if scale > np.float32(0):
-        inverse = np.float32(1) / scale
-    for i in range(0, end - first, 2):
-        low, high = _e2m1(entry[first + i] * inverse), _e2m1(entry[first + i + 1] * inverse)
-        codes[at + i // 2] = np.uint8(low | high << np.int32(4))
-    if not_finite != np.float32(0):
-        return np.uint8(0x7F)
-    return scale_code
-
-
-@nb.device_function
 def _store_index_key(entry, dim, codes, at, scales, scale_at):
     """Write an indexer's key as codes, and its scale."""
-    largest, not_finite = np.float32(SMALLEST), np.float32(0)
-    for i in range(dim):
-        largest = max(largest, np.abs(entry[i]))
-        not_finite += entry[i] * np.float32(0)
+    largest, not_finite = largest_magnitude(entry, 0, dim)
+    largest = max(largest, np.float32(SMALLEST))
     scales[scale_at] = largest / np.float32(448) + not_finite
-    inverse = np.float32(448) / largest
-    for i in range(dim):
-        codes[at + i] = _e4m3(entry[i] * inverse)
+    store_float8(entry, 0, dim, np.float32(448) / largest, False, codes, at)
 
 
 @nb.device_function
@@ -223,9 +171,9 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
                 entry[i] = entry[i] * inverse * norm_weight[i]
         if rotary_dim > 0:
             angles = position * position_stride
-            _rotate(
-                entry, first_rotated, cos_sin, angles, entry, first_rotated, rotary_dim, rotary_dim // 2, interleaved
-            )
+            rotate(entry, first_rotated, cos_sin, angles, rotary_dim // 2, interleaved)
+        for i in range(dim, nb.rounded_up(dim, LANES)):  # codes are rounded 16 at once
+            entry[i] = np.float32(0)
         index = entry_slots[token] // pool_size
         block = index // entry_block_size
         place = index - block * entry_block_size
@@ -240,12 +188,12 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
             _store_index_key(entry, dim, codes, to, scales, block * scale_block + place * scale_slot)
         else:
             at = block * scale_block + place * scale_slot
-            for begin in range(0, num_codes, group_size):
-                if form == _RECORD:
+            if form == _NVFP4_RECORD:
+                store_nvfp4_row(entry, 0, num_codes, np.float32(1), codes, to, scale_codes, at)
+            else:
+                for begin in range(0, num_codes, group_size):
                     scale_code = _store_codes(entry, begin, begin + group_size, codes, to)
-                else:
-                    scale_code = _store_packed_codes(entry, begin, begin + group_size, codes, to + begin // 2)
-                scale_codes[at + begin // group_size] = scale_code
+                    scale_codes[at + begin // group_size] = scale_code
             at = block * rope_block + place * rope_slot
             for i in range(dim - num_codes):
                 nb.store(rope, at + i, entry[num_codes + i])

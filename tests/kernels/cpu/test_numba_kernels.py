@@ -93,10 +93,14 @@ class TestTypes:
     def test_norms(self, shape: tuple[int, ...]) -> None:
         layers.test_norms(shape, BF16, CPU)
 
-    @pytest.mark.parametrize("with_norm", [False, True])
-    @pytest.mark.parametrize("sizes", [cache.SIZES[0], cache.SIZES[2], cache.SIZES[5]], ids=str)
-    def test_cache_write(self, sizes: cache.Sizes, with_norm: bool) -> None:
-        cache.test_matches_the_composition(sizes, BF16, with_norm, None, ("", ""), False, CPU)
+    @pytest.mark.parametrize("is_plain", [True, False])
+    @pytest.mark.parametrize("sizes", [cache.SIZES[2], cache.SIZES[5], cache.SIZES[6]], ids=str)
+    def test_cache_write(self, sizes: cache.Sizes, is_plain: bool) -> None:
+        if is_plain:
+            cache.test_matches_the_composition(sizes, BF16, False, None, ("", ""), False, CPU)
+        else:
+            fp8 = torch.float8_e4m3fn
+            cache.test_matches_the_composition(sizes, BF16, True, fp8, ("tensor", "heads"), True, CPU)
 
     @pytest.mark.parametrize("shape", [(3, 128), (20, 18), (0, 16), (3, 0)])
     def test_activation(self, shape: tuple[int, ...]) -> None:
