@@ -19,10 +19,11 @@ from ..core.checks import (
     check_table_scale,
     check_tensor,
 )
+from ..core.custom_ops import Arguments
 from ..core.device import use_triton
 from ..core.dtypes import KV_KINDS, kv_kind
 from ..core.errors import InvalidInputError, as_bool, as_float, as_int
-from ..core.operation import Arguments, Run, operation
+from ..core.operation import Run, operation
 from . import launches, without_triton
 from .call import AttentionCall, bind_steps, checked_window, returned_results
 from .keys import NO_LIMIT

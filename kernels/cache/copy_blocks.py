@@ -10,11 +10,12 @@ import torch
 
 from ..core.checks import check_device, check_is_tensor, check_tensor, check_writable
 from ..core.compat import tl, triton
+from ..core.custom_ops import Arguments
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, UnsupportedError, as_int, shown
 from ..core.ids import Ids, check_all_ids
 from ..core.launch import launch, wait_for_inputs
-from ..core.operation import Arguments, Run, operation
+from ..core.operation import Run, operation
 
 # 8-byte words that a program copies. With 4 warps, a thread makes four 16-byte accesses.
 BLOCK_WORDS = 1024

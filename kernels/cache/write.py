@@ -17,6 +17,7 @@ from ..core.checks import (
     scale_strides,
 )
 from ..core.compat import tl, triton
+from ..core.custom_ops import Arguments
 from ..core.dtypes import (
     KV_KINDS,
     cast_to_cache,
@@ -30,7 +31,6 @@ from ..core.dtypes import (
 from ..core.errors import InvalidInputError
 from ..core.ids import Ids
 from ..core.launch import strides
-from ..core.operation import Arguments
 
 
 def _split_scales(arguments: Arguments) -> None:

@@ -6,11 +6,12 @@ import torch
 
 from ..core.checks import check_device, check_last_dim_contiguous, check_tensor, check_writable, refuse_gradients
 from ..core.compat import dot, tl, triton
+from ..core.custom_ops import in_fields
 from ..core.device import device_of, use_triton
 from ..core.errors import InvalidInputError, shown
 from ..core.ids import Ids, check_all_ids, checks_ids
 from ..core.launch import Launch, wait_for_inputs
-from ..core.operation import Run, in_fields, operation
+from ..core.operation import Run, operation
 from . import definition
 from .batch import LoraBatch
 from .config import expand_tile, shrink_tile

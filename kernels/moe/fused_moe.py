@@ -10,10 +10,11 @@ import torch
 
 from ..core.checks import check_contiguous, check_is_tensor, check_shape, check_strided_out, check_tensor
 from ..core.compat import tl, triton
+from ..core.custom_ops import Arguments
 from ..core.device import device_of, takes_numba, use_triton
 from ..core.errors import InvalidInputError, as_bool, as_int, shown
 from ..core.launch import Launch, wait_for_inputs
-from ..core.operation import Arguments, Run, like_the_first, operation
+from ..core.operation import Run, like_the_first, operation
 from ..layers.activation import ACTIVATIONS, PLAIN_ACTIVATIONS, check_activation
 from . import definition, plain_experts
 from .config import MoeShape, MoeTiles, moe_tiles, takes_gemv

@@ -8,10 +8,11 @@ import torch
 
 from ..core.checks import check_tensor, refuse_gradients
 from ..core.compat import tl, triton
+from ..core.custom_ops import in_fields
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, as_int, shown
 from ..core.launch import Launch, wait_for_inputs
-from ..core.operation import Run, in_fields, operation
+from ..core.operation import Run, operation
 from . import definition
 from .moe_align_block_size import (
     MoeAlignment,

@@ -13,9 +13,10 @@ from ..core.checks import (
     check_tensor,
     refuse_gradients,
 )
+from ..core.custom_ops import in_fields
 from ..core.device import use_triton
 from ..core.errors import InvalidInputError, shown
-from ..core.operation import Run, in_fields, operation
+from ..core.operation import Run, operation
 from ..layers.linear import linear
 from .definition import input_of
 from .gemm import quantized_gemm

@@ -6,10 +6,11 @@ import torch
 
 from ..core.checks import FLOAT_DTYPES, check_last_dim_contiguous, check_tensor
 from ..core.compat import tl, triton
+from ..core.custom_ops import in_fields
 from ..core.device import takes_numba, use_triton
 from ..core.errors import InvalidInputError, shown
 from ..core.launch import Compute, Launch, strides, wait_for_inputs
-from ..core.operation import Run, by_definition, in_fields, like_the_first, operation
+from ..core.operation import Run, by_definition, like_the_first, operation
 from . import definition
 from .metadata import RecurrentBatch, RecurrentState, check_step, check_weights
 from .row_functions import sequence_of, silu

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..core.checks import check_eps, check_is_tensor
+from ..core.custom_ops import in_fields
 from ..core.errors import InvalidInputError, as_float, as_int, shown
-from ..core.operation import Run, by_definition, in_fields, operation
+from ..core.operation import Run, by_definition, operation
 from . import definition
 from .launches import bind_scan
 from .metadata import RecurrentBatch, RecurrentState, check_scan, check_weights, like_values

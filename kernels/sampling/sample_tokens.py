@@ -14,11 +14,12 @@ import torch
 
 from ..core.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor, refuse_gradients
 from ..core.compat import triton
+from ..core.custom_ops import in_fields
 from ..core.device import device_of, use_triton
 from ..core.errors import InvalidInputError
 from ..core.ids import Ids, check_all_ids
 from ..core.launch import launch, num_warps
-from ..core.operation import Run, in_fields, operation
+from ..core.operation import Run, operation
 from . import definition, passes, thresholds
 from .greedy_argmax import BLOCK_TOKENS, greedy_argmax
 from .penalties import Penalties

@@ -89,10 +89,10 @@ def _write_build(build: Path, backend: str, name: str) -> None:
         target = build / _COPY / path.relative_to(_KERNELS)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    operation = build / _COPY / "core" / "operation.py"
-    text = operation.read_text()
+    custom_ops = build / _COPY / "core" / "custom_ops.py"
+    text = custom_ops.read_text()
     assert text.count(_NAMESPACE) == 1
-    operation.write_text(text.replace(_NAMESPACE, f'NAMESPACE = "{name}"'))
+    custom_ops.write_text(text.replace(_NAMESPACE, f'NAMESPACE = "{name}"'))
     (build / "__init__.py").write_text(_init())
     metadata = {
         "id": name,

@@ -27,7 +27,7 @@ def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPa
     copy = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, copy)
     with monkeypatch.context() as patch:
-        patch.setattr(operation, "_register", lambda *_: None)
+        patch.setattr(operation, "register", lambda *_: None)
         spec.loader.exec_module(copy)
     return copy
 
