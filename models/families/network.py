@@ -138,11 +138,11 @@ class Network(nn.Module):
         pools = CompressedPools(kv_manager, self.cached_attention, held)
         for index, (layer, source, rotation) in enumerate(zip(layers, sources, rotations, strict=True)):
             layer.set_states(kv_manager, index, len(layers))
-            if layer.self_attn is None:
+            attention, cos_sin_cache = layer.self_attn, tables[rotation]
+            if attention is None:
                 continue
-            caches = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
-            layer.self_attn.set_cache(*caches, kv_manager.table_of(source), tables[rotation])
-            attention = layer.self_attn
+            keys, values = held.of(kv_manager.k_cache(source)), held.of(kv_manager.v_cache(source))
+            attention.set_cache(keys, values, kv_manager.table_of(source), cos_sin_cache)
             if self.kv_rotation is not None and isinstance(attention, Attention):
                 attention.rotate_keys(self.embed_tokens.device)
             if isinstance(attention, CompressedAttention):
@@ -154,14 +154,14 @@ class Network(nn.Module):
                 keys, table = held.of(kv_manager.k_cache(key_layer)), kv_manager.table_of(key_layer)
                 if isinstance(indexer, (MeanIndexer, PooledIndexer)):
                     entries = held.of(kv_manager.entries(source))
-                    indexer.set_pools(entries, kv_manager.table_of(source), keys, table, tables[rotation])
+                    indexer.set_pools(entries, kv_manager.table_of(source), keys, table, cos_sin_cache)
                 else:
-                    indexer.set_cache(keys, table, tables[rotation])
+                    indexer.set_cache(keys, table, cos_sin_cache)
             k_scale, v_scale = kv_manager.scales(source)
             if k_scale is not None:
-                layer.self_attn.k_scale = held.of(k_scale)
+                attention.k_scale = held.of(k_scale)
             if v_scale is not None:
-                layer.self_attn.v_scale = held.of(v_scale)
+                attention.v_scale = held.of(v_scale)
         share_bound(self)
         # Round the factor to the weights' dtype, as training did: Gemma 3 in bfloat16 has 34 instead of 33.94.
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=self.embed_tokens.dtype).item()
