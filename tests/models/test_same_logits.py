@@ -81,7 +81,7 @@ def case(loaded: Case, backend: str) -> Iterator[Case]:
     ("loaded", "backend"),
     [
         *_rows("torch", EVERY_WAY, fast=EVERY_WAY[:-1]),
-        *_rows("numba", BY_NUMBA, fast=BY_NUMBA),
+        *_rows("numba", (*BY_NUMBA, "deepseek_v32", "dots3_note"), fast=BY_NUMBA),
         *_rows("triton", IN_INTERPRETER, fast=("gemma3",)),
     ],
     indirect=True,

@@ -27,9 +27,26 @@ def launch_for(call: MlaCall) -> NumbaLaunch:
     return paged_attention.launch_for(_as_attention(call), keys_are_values=True)
 
 
+def _num_kv_heads(call: MlaCall) -> int:
+    """Return in how many parts heads attend: one, or several if there are fewer sequences than threads.
+
+    Threads share sequences and KV heads of the kernel for few queries. More rows than it takes are shared without this.
+    """
+    num_tokens, num_heads, _ = call.q.shape
+    num_threads = torch.get_num_threads()
+    if call.deterministic or call.kv_cache.dtype == torch.uint8:
+        return 1
+    if num_tokens * num_heads > paged_attention.FEW_ROWS * num_threads:
+        return 1
+    num_parts = 1
+    while num_parts * len(call.seq_lens) < num_threads and num_heads % (2 * num_parts) == 0:
+        num_parts *= 2
+    return num_parts
+
+
 def _as_attention(call: MlaCall) -> AttentionCall:
-    """Return the call of `paged_attention` with one KV head, whose keys begin with their values."""
-    keys = call.kv_cache.unsqueeze(2)  # [num_blocks, block_size, 1, size]
+    """Return the call of `paged_attention` whose KV heads are the same latents. Keys begin with their values."""
+    keys = call.kv_cache.unsqueeze(2).expand(-1, -1, _num_kv_heads(call), -1)  # [num_blocks, block_size, heads, size]
     values = keys
     if keys.dtype != torch.uint8:
         values = keys[..., : call.v_head_dim]

@@ -19,7 +19,7 @@ from .vector_products import number_of_format
 
 # Most rows of a KV head (queries times heads of a group) for the kernel for few queries, which is slower from 20 rows
 # on. See ../limits.md.
-_FEW_ROWS = 16
+FEW_ROWS = 16
 # Most rows for which keys are packed once. A long prompt is split into this many shares per thread, or into more if a
 # share would have more rows.
 _ROWS_AT_ONCE, _SHARES = 512, 4
@@ -113,7 +113,7 @@ def launch_for(call: AttentionCall, *, keys_are_values: bool = False) -> NumbaLa
 
     keys_are_values: whether every key begins with its value, so that it is widened once for both.
     """
-    max_few = _FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
+    max_few = FEW_ROWS * call.k_cache.shape[2] // call.q.shape[1]
     if max_few == 0 or call.k_cache.dtype == torch.uint8:
         return _launch_for_many(call, 1, None, keys_are_values=keys_are_values)
     few = few_kernels.launch_for(call, max_few)

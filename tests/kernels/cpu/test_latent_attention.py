@@ -25,6 +25,7 @@ pytestmark = [pytest.mark.by_cpu, needs_numba]
 FAST = {"mixed batch", "window", "sinks, not causal", "128 heads"}
 MORE = (
     Problem("e4m3, chosen", ((3, 40), (1, 7)), heads=5, form="e4m3", sizes=(64, 32), chosen=20),
+    Problem("a sequence for all threads", ((1, 90),), heads=48, sinks=True, block_size=24),
     Problem("17 heads, many tokens", ((90, 200), (1, 150)), heads=17, sinks=True),
     Problem("packed, many tokens", ((40, 170), (1, 150)), heads=3, sizes=(512, 64), form="packed", sinks=True),
     Problem("no keys, chosen", ((3, 1), (0, 4), (1, 9)), heads=33, chosen=8, padding_rows=2, sinks=True),
