@@ -185,11 +185,14 @@ class LatentWrite(NamedTuple):
         num_blocks, block_size = self.kv_cache.shape[:2]
         return Ids("slot_mapping", self.slot_mapping, None, num_blocks * block_size - 1)
 
-    def as_heads(self, normed: torch.Tensor) -> CacheWrite:
-        """Return the write of rotated dimensions as keys of one head, and of normed latents as its values."""
-        latent, rope, _ = latent_parts(self.kv_cache, normed.shape[1])
-        key, value = self.k_rope.unsqueeze(1), normed.unsqueeze(1)  # [num_tokens, 1, size]
-        return CacheWrite(key, value, rope.unsqueeze(2), latent.unsqueeze(2), self.slot_mapping, None, None)
+    def as_heads(self) -> CacheWrite:
+        """Return the write of rotated dimensions as keys of one head, and of latents as its values."""
+        latent, rope, scales = latent_parts(self.kv_cache, self.latent.shape[1])
+        key, value = self.k_rope.unsqueeze(1), self.latent.unsqueeze(1)  # [num_tokens, 1, size]
+        v_scale = self.scale
+        if scales is not None:
+            v_scale = scales.unsqueeze(2)  # [num_blocks, block_size, 1, groups]
+        return CacheWrite(key, value, rope.unsqueeze(2), latent.unsqueeze(2), self.slot_mapping, self.scale, v_scale)
 
     def tensors(self) -> dict[str, torch.Tensor | None]:
         """Return the tensors that the kernel takes."""
@@ -237,6 +240,8 @@ def concat_and_cache_mla(
     write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
     write.check()
     if not use_triton(latent):
+        if takes_numba(latent, k_rope):
+            return _bind_numba_write(write)
         return definition.write_latents
     checks = checks_ids(latent)
     launch = _launch_for(write, None, None) if len(latent) else nothing
@@ -303,8 +308,10 @@ def mla_norm_rope_and_cache(
     check_rotary(positions, cos_sin_cache, q_rope)
     check_tensor("latent_weight", latent_weight, (size,), FLOAT_DTYPES, latent.device)
     if not use_triton(latent):
-        if takes_numba(q_rope, latent, k_rope, kv_cache, weights=(latent_weight,)):
-            return _bind_numba(write, q_rope, cos_sin_cache, latent_weight, eps=eps, interleaved=interleaved)
+        if takes_numba(q_rope, latent, k_rope, weights=(latent_weight,)):
+            return _bind_numba_norm_and_write(
+                write, q_rope, cos_sin_cache, latent_weight, eps=eps, interleaved=interleaved
+            )
         return definition.write_rotated_latents
     checks = checks_ids(latent)
     launch: Compute = nothing
@@ -340,7 +347,41 @@ def mla_norm_rope_and_cache(
     return run
 
 
-def _bind_numba(
+def _bind_numba_write(write: LatentWrite) -> Run[None]:
+    """Return a function that runs the numba kernel of `reshape_and_cache`; see `LatentWrite.as_heads`."""
+    from ..cpu.cache import reshape_and_cache as numba_write
+
+    launch = numba_write.launch_for(write.as_heads(), v_kind=latent_kind(write.kv_cache))
+    assert launch is not None  # it has all formats of latents but float16, which is not taken
+
+    def run(
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
+        heads = write.as_heads()
+        tensors = {
+            "key_ptr": heads.key,
+            "value_ptr": heads.value,
+            "k_cache_ptr": heads.k_cache,
+            "v_cache_ptr": heads.v_cache,
+            "k_scale_ptr": heads.k_scale,
+            "v_scale_ptr": heads.v_scale,
+            "k_table_scale_ptr": None,
+            "v_table_scale_ptr": None,
+            "slot_mapping_ptr": slot_mapping.contiguous(),
+        }
+        if launch(tensors):  # the kernel has found a slot out of range
+            check_all_ids("concat_and_cache_mla", write.slots, by_triton=False)
+
+    return run
+
+
+def _bind_numba_norm_and_write(
     write: LatentWrite,
     q_rope: torch.Tensor,
     cos_sin_cache: torch.Tensor,
@@ -349,18 +390,14 @@ def _bind_numba(
     eps: float,
     interleaved: bool,
 ) -> Run[torch.Tensor]:
-    """Return a function that runs two numba kernels: the norm, then the rotation and the write of a key and a value.
-
-    To the second the rotated part is the key of one head, and the latent is its value.
-    """
+    """Return a function that runs the numba kernel of `qk_norm_rope_and_cache`; see `LatentWrite.as_heads`."""
     from ..cpu.cache import qk_norm_rope_and_cache as numba_write
-    from ..cpu.layers import rms_norm as numba_norm
 
-    normed = torch.empty(write.latent.shape, dtype=write.latent.dtype)
-    norm = numba_norm.launch_for(write.latent, latent_weight, eps, has_residual=False)
-    heads = write.as_heads(normed)
-    launch = numba_write.launch_for(q_rope, heads, cos_sin_cache, None, eps=eps, interleaved=interleaved)
-    assert launch is not None  # the cache is plain
+    v_kind = latent_kind(write.kv_cache)
+    heads = write.as_heads()
+    options: dict[str, Any] = {"eps": eps, "interleaved": interleaved, "norms_values": True, "v_kind": v_kind}
+    launch = numba_write.launch_for(q_rope, heads, cos_sin_cache, latent_weight, **options)
+    assert launch is not None  # it has all formats of latents but float16, which is not taken
 
     def run(
         q_rope: torch.Tensor,
@@ -371,23 +408,25 @@ def _bind_numba(
         positions: torch.Tensor,
         cos_sin_cache: torch.Tensor,
         latent_weight: torch.Tensor,
+        *,
+        scale: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
-        write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, None)
-        normed = torch.empty(latent.shape, dtype=latent.dtype)
-        weight = latent_weight.contiguous()
-        norm({"x_ptr": latent, "residual_ptr": None, "weight_ptr": weight, "out_ptr": normed})
-        heads = write.as_heads(normed)
+        write = LatentWrite(latent, k_rope, kv_cache, slot_mapping, scale)
+        heads = write.as_heads()
         tensors = {
+            **dict.fromkeys(numba_write.OPTIONAL),
             "q_ptr": q_rope,
             "k_ptr": heads.key,
             "v_ptr": heads.value,
             "k_cache_ptr": heads.k_cache,
             "v_cache_ptr": heads.v_cache,
+            "k_scale_ptr": heads.k_scale,
+            "v_scale_ptr": heads.v_scale,
+            "v_weight_ptr": latent_weight.contiguous(),
             "slot_mapping_ptr": slot_mapping.contiguous(),
             "positions_ptr": positions.contiguous(),
             "cos_sin_cache_ptr": cos_sin_cache,
-            **dict.fromkeys(numba_write.OPTIONAL),
         }
         if launch(tensors):  # the kernel has found an id out of range
             ids = write.slots, positions_of(positions, cos_sin_cache)

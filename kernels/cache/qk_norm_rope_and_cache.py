@@ -231,6 +231,7 @@ def qk_norm_rope_and_cache(
             "cos_sin_cache_ptr": cos_sin_cache,
             "q_weight_ptr": q_weight,
             "k_weight_ptr": k_weight,
+            "v_weight_ptr": None,
             "signs_ptr": hadamard_signs,
         }
         if launch(tensors):  # the numba kernel has found an id out of range

@@ -1,5 +1,6 @@
 """Copies of source files with a fault."""
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,23 @@ def load_copy(name: str, folder: Path, source: str, monkeypatch: pytest.MonkeyPa
         patch.setattr(operation, "register", lambda *_: None)
         spec.loader.exec_module(copy)
     return copy
+
+
+def replace_modules(
+    names: Sequence[str], folder: Path, text: str, replacement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let copies of modules with numba kernels stand in for them as long as a test runs. In the first, `text` is
+    replaced; an empty text is no fault. Each may import those before it."""
+    for name in names:
+        original = importlib.import_module(name)
+        source = Path(original.__file__ or "").read_text()
+        if name == names[0]:
+            assert text in source, "the kernels have changed: this fault no longer applies"
+            source = source.replace(text, replacement) if text else source
+        package, _, last = name.rpartition(".")  # its imports are relative
+        copy = load_copy(f"{package}.faulty_{last}", folder, source, monkeypatch)
+        monkeypatch.setitem(sys.modules, name, copy)
+        monkeypatch.setattr(sys.modules[package], last, copy)
 
 
 @contextmanager

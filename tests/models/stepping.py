@@ -20,7 +20,9 @@ def make(folder: Path, cuda_graphs: bool | Sequence[int] | None = (2, 4), **size
     for layer in {source for source, attends in zip(config.cache_layers, config.attends, strict=True) if attends}:
         numbers = model.kv_manager.k_cache(layer), model.kv_manager.v_cache(layer)
         for tensor, scale in zip(numbers, model.kv_manager.scales(layer), strict=True):
-            (tensor if scale is None else scale).fill_(torch.nan)
+            filled = tensor if scale is None else scale
+            # All bits of a record set, its scales are NaN.
+            filled.fill_(255 if filled.dtype == torch.uint8 else torch.nan)
     model.graphs.capture()
     return model
 

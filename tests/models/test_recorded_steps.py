@@ -92,6 +92,28 @@ def test_writes_of_codes_and_rotated_heads_are_recorded(
 
 @pytest.mark.by_cpu
 @by_numba
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "form"), [("deepseek_v3", "fp8"), ("deepseek_v32", "fp8"), ("deepseek_v3", "nvfp4")])
+def test_writes_of_latents_in_bytes_are_recorded(name: str, form: str, tmp_path: Path, backend: str) -> None:
+    """Rows of published sizes, in e4m3, in 656 and in 352 bytes."""
+    config = FAMILIES[name]
+    config.kv_lora_rank, config.qk_rope_head_dim, config.head_dim = 512, 64, 64
+    config.qk_head_dim = config.qk_nope_head_dim + 64
+    if name == "deepseek_v32":
+        config.index_head_dim = 64
+    save_checkpoint(config, tmp_path)
+    options = {"dtype": torch.bfloat16, "kv_cache_dtype": form}
+    recorded, eager = (make(tmp_path, graphs, **options) for graphs in (None, False))
+    assert recorded.graphs.num_unrecorded == 0
+    for model in (recorded, eager):
+        begin(model, (7, 3))
+    for number in range(3):
+        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
+    assert recorded.num_graph_replays == 3
+
+
+@pytest.mark.by_cpu
+@by_numba
 @pytest.mark.parametrize(
     "name",
     [
@@ -155,7 +177,7 @@ class TestThreads:
 def test_what_is_not_recorded(
     tmp_path: Path, llama_folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Operations without a numba kernel, which a warning names, and steps without numba kernels."""
+    """8-bit latents of 40 numbers, which no numba kernel reads, as a warning says; and all without numba."""
     save_checkpoint(FAMILIES["deepseek_v3"], tmp_path)
     options: dict[str, Any] = {"num_blocks": 8, "max_seq_len": 32}
     monkeypatch.setenv("PAGED_BACKEND", "torch")
@@ -168,7 +190,7 @@ def test_what_is_not_recorded(
         executors["numba"].warmup()
     [warning] = [record for record in caplog.records if "not recorded" in record.getMessage()]
     assert warning.name == "paged"
-    assert "they run aten::" in warning.getMessage()
+    assert "they run paged_mla_attention, which no numba kernel computes" in warning.getMessage()
     for name, executor in executors.items():
         begin(executor.model, (3,))
         assert decode(executor.model, (0,), 1).isfinite().all()

@@ -25,7 +25,7 @@ from .store_rows import copy_or_store_row, has_format, load_row, store_as, store
 
 # Tensors that may be None.
 OPTIONAL = (
-    *("q_weight_ptr", "k_weight_ptr", "signs_ptr"),
+    *("q_weight_ptr", "k_weight_ptr", "v_weight_ptr", "signs_ptr"),
     *("k_scale_ptr", "v_scale_ptr", "k_table_scale_ptr", "v_table_scale_ptr"),
 )
 
@@ -80,7 +80,7 @@ def _transform(row, start, signs, size):
 
 
 @nb.device_function
-def _norm(row, start, weight, size, eps):
+def _norm_by(row, start, weight, size, eps):
     """Normalise a row in place."""
     inverse, num_whole = fill(nb.inverse_rms(row, start, size, eps)), size // LANES * LANES
     for i in range(0, num_whole, LANES):
@@ -92,15 +92,22 @@ def _norm(row, start, weight, size, eps):
 
 
 @nb.device_function
-def _rotated_head(x, start, weight, constants, angles, wide, at, sizes):
-    """Write one head to `wide` from `at` on, after norm, rotation and transform as far as there are any."""
-    is_bf16, is_bf16_weight, cos_sin, signs = constants
-    size, half, interleaved, eps = sizes
+def _normed_row(x, start, weight, constants, wide, at, size, eps):
+    """Write a row to `wide` from `at` on, normalised if there is a weight."""
+    is_bf16, is_bf16_weight, _, _ = constants
     load_row(x, is_bf16, start, size, wide, at)
     if weight != 0 and is_bf16_weight:
-        _norm(wide, at, nb.bfloats(weight), size, eps)
+        _norm_by(wide, at, nb.bfloats(weight), size, eps)
     elif weight != 0:
-        _norm(wide, at, nb.floats(weight), size, eps)
+        _norm_by(wide, at, nb.floats(weight), size, eps)
+
+
+@nb.device_function
+def _rotated_head(x, start, weight, constants, angles, wide, at, sizes):
+    """Write one head to `wide` from `at` on, after norm, rotation and transform as far as there are any."""
+    _, _, cos_sin, signs = constants
+    size, half, interleaved, eps = sizes
+    _normed_row(x, start, weight, constants, wide, at, size, eps)
     rotate(wide, at, nb.floats(cos_sin), angles, half, interleaved)
     if signs != 0:
         _transform(wide, at, nb.floats(signs), size)
@@ -109,12 +116,12 @@ def _rotated_head(x, start, weight, constants, angles, wide, at, sizes):
 @nb.device_function
 def _write(rows, constants, ids, targets, sizes, strides, head_sizes):
     """Process this thread's tokens; if an id is out of range, write nothing and return False."""
-    q, k, v, q_weight, k_weight = rows
+    q, k, v, q_weight, k_weight, v_weight = rows
     slots, positions, wide = ids
     k_target, v_target = targets
     num_tokens, num_q_heads, num_kv_heads, v_size, block_size, num_slots, num_positions, scratch_size = sizes
     q_token, q_head, k_token, k_head, v_token, v_head, position_stride = strides
-    is_bf16, size = constants[0], head_sizes[0]
+    is_bf16, size, eps = constants[0], head_sizes[0], head_sizes[3]
     at = nb.thread_index() * scratch_size
     for token in range(num_tokens):
         if slots[token] >= num_slots or positions[token] < 0 or positions[token] >= num_positions:
@@ -133,18 +140,23 @@ def _write(rows, constants, ids, targets, sizes, strides, head_sizes):
             place = block, offset, head
             _rotated_head(k, token * k_token + head * k_head, k_weight, constants, angles, wide, at, head_sizes)
             store_row(wide, at, size, k_target, place)
-            copy_or_store_row(v, is_bf16, token * v_token + head * v_head, v_size, wide, at, v_target, place)
+            start = token * v_token + head * v_head
+            if v_weight == 0:
+                copy_or_store_row(v, is_bf16, start, v_size, wide, at, v_target, place)
+            else:
+                _normed_row(v, start, v_weight, constants, wide, at, v_size, eps)
+                store_row(wide, at, v_size, v_target, place)
     return True
 
 
 @nb.Kernel
 def _qk_norm_rope_and_cache(arguments):
-    values = nb.unpack(arguments, 52)
-    slots, positions, wide = values[10:13]
+    values = nb.unpack(arguments, 53)
+    slots, positions, wide = values[11:14]
     ids = nb.int64s(slots), nb.int64s(positions), nb.floats(wide)
-    head_sizes = values[41], values[42], values[43] != 0, nb.as_float(values[44])
-    targets = values[13:23], values[23:33]
-    if not _write(values[5:10], values[1:5], ids, targets, values[33:41], values[45:], head_sizes):
+    head_sizes = values[42], values[43], values[44] != 0, nb.as_float(values[45])
+    targets = values[14:24], values[24:34]
+    if not _write(values[5:11], values[1:5], ids, targets, values[34:42], values[46:], head_sizes):
         arguments[0] = 1
 
 
@@ -152,27 +164,34 @@ def launch_for(
     q: torch.Tensor,
     write: CacheWrite,
     cos_sin_cache: torch.Tensor,
-    q_weight: torch.Tensor | None,
+    weight: torch.Tensor | None,
     *,
     eps: float,
     interleaved: bool,
+    norms_values: bool = False,
+    v_kind: str | None = None,
 ) -> NumbaLaunch | None:
     """Return a launch, or None if there is no kernel for a cache's dtype.
 
     If an id is out of range, the launch's status is 1 and it writes nothing.
+
+    weight: one of the norms' weights.
+    norms_values: whether values have a norm, which an ordinary attention's have not.
+    v_kind: name of the `RecordForm` of values that are codes of records.
     """
-    if not (has_format(write.k_cache.dtype) and has_format(write.v_cache.dtype)):
+    if not (has_format(write.k_cache) and has_format(write.v_cache, v_kind)):
         return None
     (num_tokens, num_q_heads, size), (_, num_kv_heads, v_size) = q.shape, write.value.shape
     k_cache, v_cache = write.k_cache, write.v_cache
     scratch_size = -(-max(size, v_size) // LANES) * LANES  # whole cache lines
     arguments: tuple[int | str, ...] = (
         q.dtype == torch.bfloat16,
-        q_weight is not None and q_weight.dtype == torch.bfloat16,
-        *("cos_sin_cache_ptr", "signs_ptr", "q_ptr", "k_ptr", "v_ptr", "q_weight_ptr", "k_weight_ptr"),
+        weight is not None and weight.dtype == torch.bfloat16,
+        *("cos_sin_cache_ptr", "signs_ptr", "q_ptr", "k_ptr", "v_ptr"),
+        *("q_weight_ptr", "k_weight_ptr", "v_weight_ptr"),
         *("slot_mapping_ptr", "positions_ptr", SCRATCH),
         *target_of("k", k_cache, write.k_scale),
-        *target_of("v", v_cache, write.v_scale, copied=q.dtype),
+        *target_of("v", v_cache, write.v_scale, copied=None if norms_values else q.dtype, kind=v_kind),
         num_tokens,
         num_q_heads,
         num_kv_heads,

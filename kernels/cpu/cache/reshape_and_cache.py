@@ -43,13 +43,15 @@ def _reshape_and_cache(arguments):
         arguments[0] = 1
 
 
-def launch_for(write: CacheWrite) -> NumbaLaunch | None:
+def launch_for(write: CacheWrite, v_kind: str | None = None) -> NumbaLaunch | None:
     """Return a launch, or None if there is no kernel for a cache's dtype.
 
     If a slot is out of range, the launch's status is 1 and it writes nothing.
+
+    v_kind: name of the `RecordForm` of values that are codes of records.
     """
     key, value, k_cache, v_cache = write[:4]
-    if not (has_format(k_cache.dtype) and has_format(v_cache.dtype)):
+    if not (has_format(k_cache) and has_format(v_cache, v_kind)):
         return None
     (num_tokens, num_heads, size), v_size = key.shape, value.shape[2]
     scratch_size = -(-max(size, v_size) // LANES) * LANES  # whole cache lines
@@ -57,7 +59,7 @@ def launch_for(write: CacheWrite) -> NumbaLaunch | None:
         key.dtype == torch.bfloat16,
         *("key_ptr", "value_ptr", "slot_mapping_ptr", SCRATCH),
         *target_of("k", k_cache, write.k_scale, copied=key.dtype),
-        *target_of("v", v_cache, write.v_scale, copied=key.dtype),
+        *target_of("v", v_cache, write.v_scale, copied=key.dtype, kind=v_kind),
         num_tokens,
         num_heads,
         size,

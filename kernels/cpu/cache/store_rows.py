@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 
+from ...cache.latent_cache import PACKED_GROUP
 from ...core.checks import scale_strides
 from ...core.dtypes import SMALLEST, kv_kind
 from .. import kernel as nb
@@ -38,11 +39,20 @@ from ..vectors import (
 
 _BYTE = ir.IntType(8)
 # Formats, in arguments of kernels. Copied rows have the cache's dtype and no scale.
-_COPIED, _FLOAT32, _BFLOAT16, _INT8, _E4M3_ROWS, _E4M3, _E5M2, _INT4, _NVFP4 = range(9)
-# Formats by names of `KvKind`, and those of plain numbers by dtype.
-_FORMATS = {"int8": _INT8, "e4m3_rows": _E4M3_ROWS, "e4m3": _E4M3, "e5m2": _E5M2, "int4": _INT4, "nvfp4": _NVFP4}
+_COPIED, _FLOAT32, _BFLOAT16, _INT8, _E4M3_ROWS, _E4M3, _E5M2, _INT4, _NVFP4, _PACKED, _NVFP4_LATENT = range(11)
+# Formats by names of `KvKind` or `RecordForm`, and those of plain numbers by dtype.
+_FORMATS = {
+    "int8": _INT8,
+    "e4m3_rows": _E4M3_ROWS,
+    "e4m3": _E4M3,
+    "e5m2": _E5M2,
+    "int4": _INT4,
+    "nvfp4": _NVFP4,
+    "packed": _PACKED,
+    "nvfp4_latent": _NVFP4_LATENT,
+}
 _PLAIN_FORMATS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16}
-_INT4_GROUP, _NVFP4_GROUP = 32, 16
+_INT4_GROUP, _NVFP4_GROUP, _PACKED_GROUP = 32, 16, PACKED_GROUP
 
 
 def _each(number: int) -> ir.Constant:
@@ -223,19 +233,26 @@ def _code_of_scale(number):
 
 
 @nb.device_function
-def store_nvfp4_row(row, start, size, inverse_table_scale, codes, to, scales, scale_at):
-    """Store numbers times `inverse_table_scale` as e2m1. Each 16 of them have an e4m3 scale, their largest / 6."""
+def store_nvfp4_row(row, start, size, inverse_table_scale, is_latent, codes, to, scales, scale_at):
+    """Store numbers times `inverse_table_scale` as e2m1. Each 16 of them have an e4m3 scale, their largest / 6.
+
+    is_latent: whether scales are at least 2^-9, and stand as those of latents in 352 bytes.
+    """
     for group in range(0, size, _NVFP4_GROUP):
         numbers = multiply(load_vector(row, start + group), fill(inverse_table_scale))
         zero = fill(np.float32(0))
         largest = largest_of(larger(larger(zero, numbers), multiply(numbers, fill(np.float32(-1)))))
         code = _code_of_scale(largest * np.float32(1 / 6))
+        index = group // _NVFP4_GROUP
+        if is_latent:
+            code = max(code, np.uint8(1))
+            index = 8 * (index % 4) + index // 4
         inverse = np.float32(0)
         if code > np.uint8(0):
             inverse = np.float32(1) / number_of_e4m3(code)
         if sum_of(multiply(numbers, zero)) != np.float32(0):
             code = np.uint8(0x7F)
-        scales[scale_at + group // _NVFP4_GROUP] = code
+        scales[scale_at + index] = code
         _store_e2m1(codes, to + group // 2, multiply(numbers, fill(inverse)), size - group)
 
 
@@ -255,11 +272,17 @@ def store_row(row, start, size, target, place):
         _store_scaled_row(row, start, size, form == _INT8, codes, to, nb.floats(scales), scale_at)
     elif form == _INT4:
         _store_int4_row(row, start, size, codes, to, nb.bfloats(scales), scale_at)
-    elif form == _NVFP4:
+    elif form in (_NVFP4, _NVFP4_LATENT):
         inverse = np.float32(1)
         if table_scale != 0:
             inverse = np.float32(1) / nb.floats(table_scale)[0]
-        store_nvfp4_row(row, start, size, inverse, codes, to, nb.uint8s(scales), scale_at)
+        store_nvfp4_row(row, start, size, inverse, form == _NVFP4_LATENT, codes, to, nb.uint8s(scales), scale_at)
+    elif form == _PACKED:
+        for group in range(size // _PACKED_GROUP):
+            first = group * _PACKED_GROUP
+            _store_scaled_row(
+                row, start + first, _PACKED_GROUP, False, codes, to + first, nb.floats(scales), scale_at + group
+            )
     else:
         inverse = np.float32(1)
         if scales != 0:
@@ -309,22 +332,28 @@ def copy_or_store_row(rows, is_bf16, start, size, wide, at, target, place):
         _copy_row(nb.floats(rows), start, size, nb.floats(target[1]), to)
 
 
-def has_format(dtype: torch.dtype) -> bool:
-    """Return whether kernels write rows of this dtype."""
-    return dtype in _PLAIN_FORMATS or kv_kind(dtype).name in _FORMATS
+def has_format(cache: torch.Tensor, kind: str | None = None) -> bool:
+    """Return whether kernels write rows of a cache. kind: as in `target_of`."""
+    return cache.dtype in _PLAIN_FORMATS or (kind or kv_kind(cache.dtype).name) in _FORMATS
 
 
 def target_of(
-    name: str, cache: torch.Tensor, scale: torch.Tensor | None, *, copied: torch.dtype | None = None
+    name: str,
+    cache: torch.Tensor,
+    scale: torch.Tensor | None,
+    *,
+    copied: torch.dtype | None = None,
+    kind: str | None = None,
 ) -> list[int | str]:
-    """Return the 10 arguments that describe a cache of a dtype that `has_format`.
+    """Return the 10 arguments that describe a cache that `has_format`.
 
     name: "k" or "v".
     copied: dtype of rows that a cache of this dtype takes as they are.
+    kind: name of the cache's `RecordForm` if it holds the codes of records, else None.
     """
     form = _PLAIN_FORMATS.get(cache.dtype)
     if form is None:
-        form = _FORMATS[kv_kind(cache.dtype).name]
+        form = _FORMATS[kind or kv_kind(cache.dtype).name]
     if cache.dtype == copied and scale is None:
         form = _COPIED
     pointers = f"{name}_cache_ptr", f"{name}_scale_ptr", f"{name}_table_scale_ptr"

@@ -189,7 +189,7 @@ def _write(rows, weights, ids, entries, entry, sizes, strides, options):
         else:
             at = block * scale_block + place * scale_slot
             if form == _NVFP4_RECORD:
-                store_nvfp4_row(entry, 0, num_codes, np.float32(1), codes, to, scale_codes, at)
+                store_nvfp4_row(entry, 0, num_codes, np.float32(1), False, codes, to, scale_codes, at)
             else:
                 for begin in range(0, num_codes, group_size):
                     scale_code = _store_codes(entry, begin, begin + group_size, codes, to)

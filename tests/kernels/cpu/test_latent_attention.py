@@ -1,8 +1,6 @@
 """Attention over latents by numba: its forms of rows, threads, and copies of its sources with one fault each."""
 
-import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +15,7 @@ from paged.kernels.attention import latent_definition
 from paged.kernels.cpu import launch
 from tests.backends import needs_numba
 from tests.kernels.attention.latent_problem import LATENT_ATTENTION, check
-from tests.kernels.faulty import exceeds_no_bound_twice, load_copy, turns_red
+from tests.kernels.faulty import exceeds_no_bound_twice, replace_modules, turns_red
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 pytestmark = [pytest.mark.by_cpu, needs_numba]
@@ -94,7 +92,6 @@ def test_bits_do_not_depend_on_the_batch(chosen: int) -> None:
 @by_three_threads
 @pytest.mark.usefixtures("_numba")
 def test_a_slot_out_of_range_changes_nothing() -> None:
-    """The norm and the write are two kernels."""
     q, latent, rope, cache = torch.randn(3, 2, 16), torch.randn(3, 48), torch.randn(3, 16), torch.zeros(4, 8, 64)
     angles, weight, positions = torch.randn(9, 16), torch.rand(48), torch.tensor([0, 5, 8])
     before = q.clone()
@@ -137,17 +134,8 @@ def test_checks_see_a_fault(
     module: str, name: str, text: str, replacement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Modules that import the faulty one are copied, too."""
-    package = "paged.kernels.cpu.attention"
     names = ("many_queries", "vector_products", "compressed_attention", "paged_attention", "latent_attention")
-    for last in names[names.index(module) :]:
-        original = import_module(f"{package}.{last}")
-        source = Path(original.__file__ or "").read_text()
-        if last == module:
-            assert text in source, "the kernels have changed: this fault no longer applies"
-            if text:
-                source = source.replace(text, replacement)
-        copy = load_copy(f"{package}.faulty_{last}", tmp_path, source, monkeypatch)
-        monkeypatch.setitem(sys.modules, original.__name__, copy)
-        monkeypatch.setattr(sys.modules[package], last, copy)
+    paths = [f"paged.kernels.cpu.attention.{name}" for name in names[names.index(module) :]]
+    replace_modules(paths, tmp_path, text, replacement, monkeypatch)
     arguments = call_of(MUTATED[name], CPU)
     assert turns_red(exceeds_no_bound_twice, LATENT_ATTENTION, arguments) == bool(text)
