@@ -14,6 +14,7 @@ from paged.executors.llm_executor import LlmExecutor
 from paged.kernels.cpu.products import this_cpu
 from paged.kernels.cpu.recording import Recording
 from paged.models import step_graphs
+from paged.models.paged_lm import PagedCausalLM
 from paged.models.step_graphs import capture_for
 from paged.models.step_threads import StepThreads
 from tests.backends import needs_numba
@@ -22,6 +23,16 @@ from tests.models.stepping import begin, decode, make
 
 CPU = torch.device("cpu")
 by_numba = pytest.mark.parametrize("backend", [pytest.param("numba", marks=needs_numba)], indirect=True)
+
+
+def _assert_recorded(recorded: PagedCausalLM, eager: PagedCausalLM) -> None:
+    """Three decode steps of two sequences are repeated from recordings, and give what steps without recordings give."""
+    assert recorded.graphs.num_unrecorded == 0
+    for model in (recorded, eager):
+        begin(model, (7, 3))
+    for number in range(3):
+        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
+    assert recorded.num_graph_replays == 3
 
 
 @pytest.mark.by_cpu
@@ -59,12 +70,7 @@ def test_products_of_packed_weights_are_recorded(name: str, form: str, tmp_path:
     save_checkpoint(FAMILIES[name], tmp_path)
     recorded, eager = (make(tmp_path, graphs, quantization=form) for graphs in (None, False))
     recorded.graphs.capture()
-    assert recorded.graphs.num_unrecorded == 0
-    for model in (recorded, eager):
-        begin(model, (7, 3))
-    for number in range(3):
-        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
-    assert recorded.num_graph_replays == 3
+    _assert_recorded(recorded, eager)
 
 
 @pytest.mark.by_cpu
@@ -82,12 +88,7 @@ def test_writes_of_codes_and_rotated_heads_are_recorded(
 ) -> None:
     options = {"dtype": torch.bfloat16, "kv_cache_dtype": tuple(formats.split(",")), "kv_cache_rotation": rotation}
     recorded, eager = (make(llama_folder, graphs, **options) for graphs in (None, False))
-    assert recorded.graphs.num_unrecorded == 0
-    for model in (recorded, eager):
-        begin(model, (7, 3))
-    for number in range(3):
-        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
-    assert recorded.num_graph_replays == 3
+    _assert_recorded(recorded, eager)
 
 
 @pytest.mark.by_cpu
@@ -104,12 +105,7 @@ def test_writes_of_latents_in_bytes_are_recorded(name: str, form: str, tmp_path:
     save_checkpoint(config, tmp_path)
     options = {"dtype": torch.bfloat16, "kv_cache_dtype": form}
     recorded, eager = (make(tmp_path, graphs, **options) for graphs in (None, False))
-    assert recorded.graphs.num_unrecorded == 0
-    for model in (recorded, eager):
-        begin(model, (7, 3))
-    for number in range(3):
-        assert_same_logits(decode(recorded, (1, 0), number), decode(eager, (1, 0), number))
-    assert recorded.num_graph_replays == 3
+    _assert_recorded(recorded, eager)
 
 
 @pytest.mark.by_cpu
