@@ -393,10 +393,16 @@ def _bind_numba_norm_and_write(
     """Return a function that runs the numba kernel of `qk_norm_rope_and_cache`; see `LatentWrite.as_heads`."""
     from ..cpu.cache import qk_norm_rope_and_cache as numba_write
 
-    v_kind = latent_kind(write.kv_cache)
-    heads = write.as_heads()
-    options: dict[str, Any] = {"eps": eps, "interleaved": interleaved, "norms_values": True, "v_kind": v_kind}
-    launch = numba_write.launch_for(q_rope, heads, cos_sin_cache, latent_weight, **options)
+    launch = numba_write.launch_for(
+        q_rope,
+        write.as_heads(),
+        cos_sin_cache,
+        latent_weight,
+        eps=eps,
+        interleaved=interleaved,
+        norms_values=True,
+        v_kind=latent_kind(write.kv_cache),
+    )
     assert launch is not None  # it has all formats of latents but float16, which is not taken
 
     def run(
